@@ -1,0 +1,181 @@
+"""The paged key and value cache, and attention through it.
+
+Knows pages and sequences of one batch; nothing of who owns a page, of requests or of
+the model around it.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float, Int32
+
+from punica_jax.models._config import LlamaConfig
+from punica_jax.pallas_kernels import paged_attention
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class KvCache:
+    """The keys and values of every layer, in pages of `page_size` tokens.
+
+    A page number means the same page in every layer.
+
+    Attributes:
+      k: per layer `[pages, kv_heads, page_size, head_dim]`, rotated keys.
+      v: per layer `[pages, kv_heads, page_size, head_dim]`.
+    """
+
+    k: tuple[Array, ...]
+    v: tuple[Array, ...]
+
+    @classmethod
+    def zeros(
+        cls,
+        config: LlamaConfig,
+        num_pages: int,
+        page_size: int,
+        dtype: Any = jnp.float32,
+    ) -> "KvCache":
+        """Make an empty cache for a model.
+
+        Args:
+          config: the model's; gives the layers, heads and widths.
+          num_pages: pages of each layer.
+          page_size: tokens of a page.
+          dtype: of the keys and values; the model's.
+
+        Raises:
+          ValueError: a number is not positive.
+        """
+        for name, value in {"num_pages": num_pages, "page_size": page_size}.items():
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        shape = (num_pages, config.num_kv_heads, page_size, config.head_dim)
+        # Arrays of their own: a donated one must not be donated twice.
+        k, v = (
+            tuple(jnp.zeros(shape, dtype) for _ in range(config.num_layers))
+            for _ in "kv"
+        )
+        return cls(k=k, v=v)
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of each layer."""
+        return self.k[0].shape[0]
+
+    @property
+    def page_size(self) -> int:
+        """Tokens of a page."""
+        return self.k[0].shape[2]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SeqTable:
+    """The sequences of a batch: where their rows and their pages are.
+
+    Rows `bounds[s] .. bounds[s + 1]` are the last rows of sequence `s`, which has
+    `kv_lens[s]` tokens, these included. Rows from `bounds[-1]` on are padding. A
+    sequence without rows is idle.
+
+    Attributes:
+      page_table: `i32[seqs, pages_per_seq]`, the pages of each sequence in order;
+        those beyond what `kv_lens` needs may hold any value.
+      bounds: `i32[seqs + 1]`, not falling, from 0.
+      kv_lens: `i32[seqs]`.
+    """
+
+    page_table: Array
+    bounds: Array
+    kv_lens: Array
+
+    @property
+    def num_seqs(self) -> int:
+        """Sequences that the table has room for."""
+        return self.kv_lens.shape[0]
+
+    def seq_of_row(self, rows: int) -> Int32[Array, "rows"]:
+        """Return each row's sequence; `num_seqs` for padding rows."""
+        row = jnp.arange(rows, dtype=jnp.int32)
+        seq = jnp.searchsorted(self.bounds[1:], row, side="right", method="compare_all")
+        return seq.astype(jnp.int32)
+
+    def positions(self, rows: int) -> Int32[Array, "rows"]:
+        """Return each row's place in its sequence, from 0; 0 for padding rows."""
+        seq = self.seq_of_row(rows)
+        # Of a row of sequence s: kv_lens[s] - bounds[s + 1] + row.
+        shift = (self.kv_lens - self.bounds[1:]).at[seq].get(mode="clip")
+        row = jnp.arange(rows, dtype=jnp.int32)
+        return jnp.where(seq < self.num_seqs, row + shift, 0)
+
+
+class CachedAttention:
+    """An `attend` that keeps keys and values in a cache.
+
+    Lives as long as one trace: made inside the traced function (or the body of a
+    loop), passed to the model, and `cache` read from it afterwards.
+    """
+
+    def __init__(
+        self,
+        cache: KvCache,
+        table: SeqTable,
+        rows: int,
+        max_query_len: int,
+        implementation: str | None = None,
+    ):
+        """Find where each row's key and value go.
+
+        Args:
+          cache: the cache before this step.
+          table: the batch's sequences.
+          rows: rows of the batch, padding included.
+          max_query_len: most rows of one sequence; 1 is the decode form.
+          implementation: see `punica_jax.pallas_kernels.resolve`.
+        """
+        self._k, self._v = list(cache.k), list(cache.v)
+        self._table = table
+        self._max_query_len = max_query_len
+        self._implementation = implementation
+        positions = table.positions(rows)
+        seq = table.seq_of_row(rows)
+        page = table.page_table.at[seq, positions // cache.page_size].get(mode="clip")
+        # Padding rows get pages past the end, each its own: their stores are dropped,
+        # and the others may be promised to meet no page slot twice.
+        row = jnp.arange(rows, dtype=jnp.int32)
+        self._page = jnp.where(seq < table.num_seqs, page, cache.num_pages + row)
+        self._offset = positions % cache.page_size
+
+    @property
+    def cache(self) -> KvCache:
+        """The cache with the keys and values of the layers called so far."""
+        return KvCache(k=tuple(self._k), v=tuple(self._v))
+
+    def __call__(
+        self,
+        layer_index: int,
+        q: Float[Array, "rows heads head_dim"],
+        k: Float[Array, "rows kv_heads head_dim"],
+        v: Float[Array, "rows kv_heads head_dim"],
+    ) -> Float[Array, "rows heads head_dim"]:
+        """Store the rows' keys and values, then attend to all of their sequences'."""
+        self._k[layer_index] = self._store(self._k[layer_index], k)
+        self._v[layer_index] = self._store(self._v[layer_index], v)
+        return paged_attention(
+            q,
+            self._k[layer_index],
+            self._v[layer_index],
+            self._table.page_table,
+            self._table.bounds,
+            self._table.kv_lens,
+            max_query_len=self._max_query_len,
+            implementation=self._implementation,
+        )
+
+    def _store(self, pages: Array, rows: Array) -> Array:
+        return pages.at[self._page, :, self._offset].set(
+            rows.astype(pages.dtype), mode="drop", unique_indices=True
+        )

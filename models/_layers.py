@@ -1,0 +1,195 @@
+"""The layers of a decoder: normalisation, rotary embedding, a linear layer with LoRA.
+
+Knows flat rows and widths; nothing of caches, sequences, files or whole models. An
+adapter's weights are never a layer's state: they come in with the call.
+"""
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array, lax
+from jaxtyping import Float, Int32
+
+import punica_jax.pallas_kernels as kernels
+from punica_jax.pallas_kernels import LoraPool, Segments
+
+# Standard deviation of random weights: transformers' default for Llama.
+INIT_STDDEV = 0.02
+
+# `attend(layer_index, q, k, v)`: q `[rows, heads, head_dim]`, k and v
+# `[rows, kv_heads, head_dim]`, q and k already rotated -> `[rows, heads, head_dim]`.
+Attend = Callable[[int, Array, Array, Array], Array]
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def normal_weight(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
+    """Draw a random weight in one compiled program per shape, drawn in float32."""
+    return (INIT_STDDEV * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
+
+
+def matmul_rows(
+    x: Float[Array, "rows d_in"], weight: Float[Array, "d_out d_in"]
+) -> Float[Array, "rows d_out"]:
+    """Compute `x W^T`, accumulated and returned in float32.
+
+    Float32 operands are multiplied as float32 on every device (no TF32).
+    """
+    exact = jnp.promote_types(x.dtype, weight.dtype) == jnp.float32
+    return lax.dot_general(
+        x,
+        weight,
+        (((1,), (1,)), ((), ())),
+        precision=lax.Precision.HIGHEST if exact else None,
+        preferred_element_type=jnp.float32,
+    )
+
+
+class RMSNorm(nnx.Module):
+    """Divide each row by its root mean square, then multiply by a learned vector.
+
+    The mean and the quotient are float32; the quotient is rounded to the row's dtype
+    before it meets the weight, as in transformers' Llama.
+    """
+
+    def __init__(self, width: int, eps: float, *, dtype: Any):
+        self.weight = nnx.Param(jnp.ones((width,), dtype))
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "rows width"]) -> Float[Array, "rows width"]:
+        wide = x.astype(jnp.float32)
+        variance = jnp.square(wide).mean(axis=-1, keepdims=True)
+        normed = (wide * lax.rsqrt(variance + self.eps)).astype(x.dtype)
+        return self.weight[...][None, :] * normed
+
+
+def rotary_tables(
+    positions: Int32[Array, "rows"], inv_freq: Float[Array, "pairs"], dtype: Any
+) -> tuple[Float[Array, "rows head_dim"], Float[Array, "rows head_dim"]]:
+    """Return the cosine and sine of each row's angles, once for all layers.
+
+    Args:
+      positions: each row's place in its sequence, from 0.
+      inv_freq: angle per position of each pair of lanes, float32.
+      dtype: what the tables, computed in float32, are rounded to.
+    """
+    angles = positions.astype(jnp.float32)[:, None] * inv_freq[None, :]
+    angles = jnp.concatenate([angles, angles], axis=-1)
+    return jnp.cos(angles).astype(dtype), jnp.sin(angles).astype(dtype)
+
+
+def rotate(
+    x: Float[Array, "rows heads head_dim"],
+    tables: tuple[Float[Array, "rows head_dim"], Float[Array, "rows head_dim"]],
+) -> Float[Array, "rows heads head_dim"]:
+    """Turn each pair of lanes `(i, i + head_dim / 2)` by its row's angle."""
+    cos, sin = (table[:, None, :] for table in tables)
+    low, high = jnp.split(x, 2, axis=-1)
+    return x * cos + jnp.concatenate([-high, low], axis=-1) * sin
+
+
+class LoraLinear(nnx.Module):
+    """A linear layer, or several that share their input, with a LoRA for each row.
+
+    *Semantics*, with `A`, `B` those of row r's adapter in the pool:
+    `y[r] = W x[r] + bias + B A x[r]`; rows without an adapter get `W x[r] + bias`.
+
+    Attributes:
+      weight: `[d_out_total, d_in]`, one module after the other, as Hugging Face
+        stores each.
+      bias: `[d_out_total]`, or None.
+      d_outs: width of each module's output.
+    """
+
+    def __init__(
+        self,
+        d_in: int,
+        d_outs: int | Sequence[int],
+        *,
+        use_bias: bool = False,
+        dtype: Any = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        """Make a layer with random weights and a bias of zeros.
+
+        Args:
+          d_in: width of the input.
+          d_outs: width of the output, or of each of several modules' outputs.
+          use_bias: add a bias.
+          dtype: of the weights and of the output.
+          rngs: its `params` stream gives the weights.
+        """
+        self.d_outs = (d_outs,) if isinstance(d_outs, int) else tuple(d_outs)
+        d_out = sum(self.d_outs)
+        self.weight = nnx.Param(
+            normal_weight(rngs.params(), (d_out, d_in), jnp.dtype(dtype))
+        )
+        self.bias = nnx.Param(jnp.zeros((d_out,), dtype)) if use_bias else None
+
+    def __call__(
+        self,
+        x: Float[Array, "rows d_in"],
+        lora: tuple[LoraPool, Segments] | None = None,
+        *,
+        implementation: str | None = None,
+    ) -> Float[Array, "rows d_out"]:
+        """Apply the layer.
+
+        Args:
+          x: the rows.
+          lora: this layer's pool and the batch's segments, or None for no adapter.
+          implementation: see `punica_jax.pallas_kernels.resolve`.
+
+        Returns:
+          The modules' outputs side by side; rounded once before the LoRA is added.
+        """
+        weight = self.weight[...]
+        y = matmul_rows(x, weight)
+        if self.bias is not None:
+            y = y + self.bias[...].astype(jnp.float32)[None, :]
+        y = y.astype(weight.dtype)
+        if lora is None:
+            return y
+        pool, segments = lora
+        return kernels.lora(y, x, pool, segments, implementation=implementation)
+
+    def split(self, y: Float[Array, "rows d_out"]) -> list[Array]:
+        """Cut an output into the modules' own."""
+        edges = list(itertools.accumulate(self.d_outs))[:-1]
+        return jnp.split(y, edges, axis=-1)
+
+
+def dense_causal_attention(seq_len: int) -> Attend:
+    """Return an `attend` for training: no cache, differentiable, plain products.
+
+    Args:
+      seq_len: rows of each sequence. A batch's rows are `[seqs * seq_len]`, one
+        sequence after the other, none padded.
+    """
+
+    def attend(layer_index: int, q: Array, k: Array, v: Array) -> Array:
+        del layer_index
+        rows, heads, head_dim = q.shape
+        if rows % seq_len:
+            raise ValueError(
+                f"rows must be a multiple of seq_len {seq_len}, got {rows}"
+            )
+        einsum = functools.partial(
+            jnp.einsum,
+            precision=lax.Precision.HIGHEST if q.dtype == jnp.float32 else None,
+            preferred_element_type=jnp.float32,
+        )
+        q = q.reshape(-1, seq_len, k.shape[1], heads // k.shape[1], head_dim)
+        k, v = (a.reshape(-1, seq_len, *a.shape[1:]) for a in (k, v))
+        scores = einsum("sqkgd,stkd->skgqt", q, k) * head_dim**-0.5
+        seen = jnp.tril(jnp.ones((seq_len, seq_len), bool))
+        scores = jnp.where(seen[None, None, None], scores, -jnp.inf)
+        weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+        out = einsum("skgqt,stkd->sqkgd", weights, v)
+        return out.reshape(rows, heads, head_dim).astype(v.dtype)
+
+    return attend

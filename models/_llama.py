@@ -1,0 +1,180 @@
+"""Llama: a decoder on flat rows, one forward for prefill, decode and training.
+
+Knows tokens, positions and layers. Knows nothing of caches, sequences or files: how a
+row sees the others is the `attend` function's business.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jaxtyping import Float, Int32
+
+from punica_jax.models._config import LlamaConfig
+from punica_jax.models._layers import (
+    Attend,
+    LoraLinear,
+    RMSNorm,
+    matmul_rows,
+    normal_weight,
+    rotary_tables,
+    rotate,
+)
+from punica_jax.models._lora import LayerPools, LoraPools
+from punica_jax.models._rope import inverse_frequencies
+from punica_jax.pallas_kernels import Segments
+
+
+class DecoderLayer(nnx.Module):
+    """One layer: attention, then a gated feed-forward network, each with a residual."""
+
+    def __init__(self, config: LlamaConfig, *, dtype: Any, rngs: nnx.Rngs):
+        def linear(group: str, use_bias: bool) -> LoraLinear:
+            return LoraLinear(
+                config.d_in(group),
+                config.d_outs(group),
+                use_bias=use_bias,
+                dtype=dtype,
+                rngs=rngs,
+            )
+
+        self.input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
+        self.qkv = linear("qkv", config.attention_bias)
+        self.o = linear("o", config.attention_bias)
+        self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
+        self.gate_up = linear("gate_up", config.mlp_bias)
+        self.down = linear("down", config.mlp_bias)
+        self.head_dim = config.head_dim
+
+    def __call__(
+        self,
+        x: Float[Array, "rows hidden"],
+        index: int,
+        rotary: tuple[Array, Array],
+        attend: Attend,
+        pools: LayerPools | None,
+        segments: Segments | None,
+        *,
+        implementation: str | None = None,
+    ) -> Float[Array, "rows hidden"]:
+        """Apply layer number `index`; see `Llama.__call__` for the arguments."""
+
+        def linear(group: str, rows: Array) -> Array:
+            lora = None
+            if pools is not None and segments is not None:
+                lora = (getattr(pools, group), segments)
+            return getattr(self, group)(rows, lora, implementation=implementation)
+
+        rows = x.shape[0]
+        qkv = self.qkv.split(linear("qkv", self.input_norm(x)))
+        q, k, v = (part.reshape(rows, -1, self.head_dim) for part in qkv)
+        attended = attend(index, rotate(q, rotary), rotate(k, rotary), v)
+        x = x + linear("o", attended.reshape(rows, -1))
+        gate, up = self.gate_up.split(linear("gate_up", self.mlp_norm(x)))
+        gate = jax.nn.silu(gate.astype(jnp.float32)).astype(up.dtype)
+        return x + linear("down", gate * up)
+
+
+class Llama(nnx.Module):
+    """A Llama of any generation.
+
+    Attributes:
+      config: its sizes.
+      embed: `[vocab, hidden]`.
+      layers: the decoder layers.
+      norm: the last normalisation.
+      lm_head: `[vocab, hidden]`, or None where the embedding serves as both.
+    """
+
+    def __init__(
+        self, config: LlamaConfig, *, dtype: Any = jnp.float32, rngs: nnx.Rngs
+    ):
+        """Make a model with random weights; `load_model` reads trained ones.
+
+        Args:
+          config: the sizes.
+          dtype: of the weights and of everything computed between the layers.
+          rngs: its `params` stream gives the weights.
+        """
+
+        def table() -> nnx.Param:
+            shape = (config.vocab_size, config.hidden_size)
+            return nnx.Param(normal_weight(rngs.params(), shape, jnp.dtype(dtype)))
+
+        self.config = config
+        self.embed = table()
+        self.layers = nnx.List(
+            [
+                DecoderLayer(config, dtype=dtype, rngs=rngs)
+                for _ in range(config.num_layers)
+            ]
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
+        self.lm_head = None if config.tie_word_embeddings else table()
+
+    @property
+    def dtype(self) -> Any:
+        """Of the weights."""
+        return self.embed.dtype
+
+    def __call__(
+        self,
+        tokens: Int32[Array, "rows"],
+        positions: Int32[Array, "rows"],
+        attend: Attend,
+        lora: LoraPools | None = None,
+        segments: Segments | None = None,
+        *,
+        implementation: str | None = None,
+    ) -> Float[Array, "rows hidden"]:
+        """Run the decoder on flat rows.
+
+        Args:
+          tokens: each row's token, below the vocabulary's size. Whoever takes tokens
+            from a user checks them: others are clamped here.
+          positions: each row's place in its sequence, from 0.
+          attend: called once a layer as `attend(layer_index, q, k, v)` with q
+            `[rows, heads, head_dim]` and k, v `[rows, kv_heads, head_dim]`, q and k
+            rotated; returns `[rows, heads, head_dim]`. `CachedAttention` for serving,
+            `dense_causal_attention` for training.
+          lora: the adapters' pools, or None.
+          segments: which rows use which adapter, made once a step; None exactly when
+            `lora` is.
+          implementation: see `punica_jax.pallas_kernels.resolve`.
+
+        Returns:
+          The hidden rows after the last normalisation.
+
+        Raises:
+          ValueError: only one of `lora` and `segments` is given.
+        """
+        if (lora is None) != (segments is None):
+            raise ValueError(
+                "lora and segments must be given together, got "
+                f"{'segments' if lora is None else 'lora'} alone"
+            )
+        config = self.config
+        inv_freq = inverse_frequencies(
+            config.head_dim, config.rope_theta, config.rope_scaling
+        )
+        rotary = rotary_tables(positions, jnp.asarray(inv_freq), self.dtype)
+        x = self.embed[...].at[tokens].get(mode="clip")
+        for index, layer in enumerate(self.layers):
+            pools = None if lora is None else lora.layer(index)
+            x = layer(
+                x,
+                index,
+                rotary,
+                attend,
+                pools,
+                segments,
+                implementation=implementation,
+            )
+        return self.norm(x)
+
+    def logits(self, hidden: Float[Array, "n hidden"]) -> Float[Array, "n vocab"]:
+        """Return the float32 scores of every next token for some hidden rows."""
+        table = self.embed if self.lm_head is None else self.lm_head
+        return matmul_rows(hidden, table[...])

@@ -1,0 +1,253 @@
+"""PEFT adapter directories: read one into host memory, write one.
+
+A directory holds `adapter_config.json` and `adapter_model.safetensors`, as `peft` saves
+them. Knows nothing of the device, of slots, or of which adapters are loaded.
+"""
+
+import json
+import os
+import warnings
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from punica_jax.models._adapter import (
+    Adapter,
+    AdapterReport,
+    Factors,
+    ReportRow,
+    delta_norm,
+    fold_scale,
+)
+from punica_jax.models._base_modules import BaseModule, base_modules
+from punica_jax.models._config import LlamaConfig
+from punica_jax.models._peft_binding import bind_tensors, listed, tensor_name
+from punica_jax.models._peft_config import (
+    AdapterError,
+    PeftLoraConfig,
+    UnsupportedAdapterError,
+)
+from punica_jax.models._safetensors import (
+    SafetensorsFile,
+    SafetensorsFileError,
+    open_safetensors,
+)
+
+__all__ = [
+    "Adapter",
+    "AdapterError",
+    "AdapterReport",
+    "ReportRow",
+    "UnsupportedAdapterError",
+    "read_adapter",
+    "save_adapter",
+]
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+_PICKLE_FILE = "adapter_model.bin"
+_DTYPES = ("F16", "BF16", "F32", "F64")
+
+
+def read_adapter(
+    path: str | os.PathLike[str],
+    config: LlamaConfig,
+    *,
+    dtype: Any,
+    base_name: str | None = None,
+) -> Adapter:
+    """Read a PEFT directory, and check all of it against the base model.
+
+    Takes the adapter's own size in host memory, in `dtype`, and one tensor more.
+
+    Args:
+      path: the directory.
+      config: the base model's.
+      dtype: of the weights on the device. B is multiplied by the adapter's scale in
+        float32 before the cast.
+      base_name: what the base model is called, for a warning (a `UserWarning`) if the
+        adapter names another one. Only the part after the last "/" counts.
+
+    Returns:
+      The adapter; its weights may still hold values that are not finite, which are
+      found on the device.
+
+    Raises:
+      UnsupportedAdapterError: it needs a feature that is not supported.
+      AdapterError: a file is missing or broken, or the adapter does not fit the base.
+    """
+    path = Path(path)
+    try:
+        lora = PeftLoraConfig.from_fields(_read_fields(path))
+        _compare_base_names(path, lora.base_name, base_name)
+        with open_safetensors(_weights_path(path)) as file:
+            return _read_weights(file, lora, config, np.dtype(dtype))
+    except (AdapterError, SafetensorsFileError) as err:
+        kind = type(err) if isinstance(err, AdapterError) else AdapterError
+        raise kind(f"adapter {path}: {err}") from err
+
+
+def save_adapter(
+    path: str | os.PathLike[str],
+    config: LlamaConfig,
+    tensors: Mapping[str | tuple[int, str], tuple[Any, Any]],
+    **fields: Any,
+) -> None:
+    """Write a PEFT directory, which `peft` and `read_adapter` can load.
+
+    Args:
+      path: the directory; made if it is not there, its files are overwritten.
+      config: the base model's.
+      tensors: module -> (`A [rank, d_in]`, `B [d_out, rank]`), as PEFT keeps them: B
+        is not multiplied by the scale. A module is named by its path in the model
+        ("model.layers.3.self_attn.q_proj"), or by its layer and its name in the layer,
+        parent or not: `(3, "self_attn.q_proj")`, `(3, "q_proj")`.
+      **fields: of `adapter_config.json`; those that say which module has which rank
+        (`r`, `rank_pattern`, `target_modules`, `layers_to_transform`) are found from
+        the tensors where they are not given, `lora_alpha` is then `r`.
+
+    Raises:
+      AdapterError: the tensors do not fit the base model or the fields.
+    """
+    known = {module.path: module for module in base_modules(config)}
+    factors = {
+        known[module_path]: (np.asarray(a), np.asarray(b))
+        for module_path, (a, b) in _by_path(tensors, known).items()
+    }
+    ranks = {module: a.shape[0] for module, (a, _) in factors.items()}
+    fields = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "inference_mode": True,
+        "bias": "none",
+        **_describe(ranks, config.num_layers, fields.get("r")),
+        **fields,
+    }
+    fields.setdefault("lora_alpha", fields["r"])
+    arrays = {}
+    for module, (a, b) in factors.items():
+        # safetensors writes the buffer as it lies, whatever the strides are
+        arrays[tensor_name(module.path, "A")] = np.ascontiguousarray(a)
+        arrays[tensor_name(module.path, "B")] = np.ascontiguousarray(b)
+    shapes = {name: array.shape for name, array in arrays.items()}
+    bind_tensors(PeftLoraConfig.from_fields(fields), config, shapes)
+    path = Path(path)
+    path.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(fields, indent=2, sort_keys=True)
+    (path / CONFIG_FILE).write_text(text + "\n", encoding="utf-8")
+    save_file(arrays, path / WEIGHTS_FILE, metadata={"format": "pt"})
+
+
+def _read_fields(path: Path) -> dict[str, Any]:
+    if not path.is_dir():
+        what = "is not a directory" if path.exists() else "does not exist"
+        raise AdapterError(f"a PEFT directory is needed, the path {what}")
+    config_path = path / CONFIG_FILE
+    if not config_path.is_file():
+        raise AdapterError(f"the directory holds no {CONFIG_FILE}")
+    try:
+        fields = json.loads(config_path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as err:
+        raise AdapterError(f"{CONFIG_FILE} is not readable JSON: {err}") from err
+    if not isinstance(fields, dict):
+        raise AdapterError(
+            f"{CONFIG_FILE} must be a JSON object, got {type(fields).__name__}"
+        )
+    return fields
+
+
+def _weights_path(path: Path) -> Path:
+    if not (path / WEIGHTS_FILE).is_file():
+        if (path / _PICKLE_FILE).is_file():
+            raise UnsupportedAdapterError(
+                f"{_PICKLE_FILE} is a pickle, which can run any code when it is read. "
+                f"Convert it to {WEIGHTS_FILE}: load it with peft where you trust it, "
+                "then save_pretrained(..., safe_serialization=True)"
+            )
+        raise AdapterError(f"the directory holds no {WEIGHTS_FILE}")
+    return path / WEIGHTS_FILE
+
+
+def _compare_base_names(path: Path, trained_on: str | None, base: str | None) -> None:
+    if not trained_on or not base:
+        return
+    if Path(trained_on).name != Path(base).name:
+        warnings.warn(
+            f"adapter {path} was trained on {trained_on!r}, the base model is {base!r}",
+            stacklevel=3,
+        )
+
+
+def _read_weights(
+    file: SafetensorsFile, lora: PeftLoraConfig, config: LlamaConfig, dtype: np.dtype
+) -> Adapter:
+    odd = [
+        f"{n} ({i.dtype})" for n, i in file.tensors.items() if i.dtype not in _DTYPES
+    ]
+    if odd:
+        raise AdapterError(
+            f"weights must be of dtype {', '.join(_DTYPES)}, got {listed(sorted(odd))}"
+        )
+    shapes = {name: info.shape for name, info in file.tensors.items()}
+    bindings = bind_tensors(lora, config, shapes)
+    factors: dict[BaseModule, Factors] = {}
+    rows = []
+    for module, (a_name, b_name, rank, scale) in bindings.items():
+        a, b = file.read(a_name), file.read(b_name)
+        norm = delta_norm(a, b, scale)
+        rows.append(ReportRow(module.layer, module.name, rank, scale, norm))
+        factors[module] = fold_scale(a, b, scale, dtype)
+    return Adapter(config, factors, AdapterReport(tuple(rows)), dtype)
+
+
+def _by_path(
+    tensors: Mapping[str | tuple[int, str], tuple[Any, Any]],
+    known: Mapping[str, BaseModule],
+) -> dict[str, tuple[Any, Any]]:
+    """Turn every way to name a module into its path."""
+    names = {
+        (module.layer, name): path
+        for path, module in known.items()
+        for name in (module.name, module.short_name)
+    }
+    by_path: dict[str, tuple[Any, Any]] = {}
+    for key, pair in tensors.items():
+        path = key if isinstance(key, str) else names.get(key)
+        if path is None or path not in known:
+            raise AdapterError(f"the base model has no module {key!r}")
+        if path in by_path:
+            raise AdapterError(f"module {path} is given twice")
+        by_path[path] = pair
+    return by_path
+
+
+def _describe(
+    ranks: Mapping[BaseModule, int], num_layers: int, r: int | None
+) -> dict[str, Any]:
+    """Find the fields of `adapter_config.json` that these ranks come from."""
+    if not ranks:
+        raise AdapterError("the adapter binds nothing: no tensors were given")
+    r = Counter(ranks.values()).most_common(1)[0][0] if r is None else r
+    ranks_of: dict[str, dict[int, int]] = {}
+    for module, rank in ranks.items():
+        ranks_of.setdefault(module.short_name, {})[module.layer] = rank
+    rank_pattern = {}
+    for module, rank in ranks.items():
+        uniform = len(set(ranks_of[module.short_name].values())) == 1
+        if rank != r:
+            rank_pattern[module.short_name if uniform else module.path] = rank
+    layer_sets = {frozenset(by_layer) for by_layer in ranks_of.values()}
+    fields: dict[str, Any] = {"r": r, "rank_pattern": rank_pattern}
+    if len(layer_sets) > 1:
+        return {**fields, "target_modules": [module.path for module in ranks]}
+    layers = sorted(layer_sets.pop())
+    whole = len(layers) == num_layers
+    return {
+        **fields,
+        "target_modules": list(ranks_of),
+        "layers_to_transform": None if whole else layers,
+    }

@@ -1,0 +1,265 @@
+"""What an `adapter_config.json` says: the modules with a LoRA, their ranks and scales.
+
+Matches module names by the rules of PEFT (checked against 0.21.2), so that an adapter
+means here what it meant where it was trained. Knows nothing of tensors, of files, or of
+how many layers a base model has.
+"""
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+class AdapterError(ValueError):
+    """An adapter's files are broken, or do not fit the base model."""
+
+
+class UnsupportedAdapterError(AdapterError):
+    """An adapter is sound, but needs a feature that is not supported."""
+
+
+# Fields that change training, or nothing, but never what a trained adapter computes.
+# `fan_in_fan_out` is among them: PEFT resets it for linear layers. `megatron_core` and
+# `qalora_group_size` have defaults that act only together with fields refused below.
+_INERT = frozenset(
+    "auto_mapping fan_in_fan_out inference_mode lora_dropout megatron_core "
+    "peft_version qalora_group_size revision runtime_config task_type".split()
+)
+_HANDLED = frozenset(
+    "alpha_pattern base_model_name_or_path bias exclude_modules init_lora_weights "
+    "layers_pattern layers_to_transform lora_alpha peft_type r rank_pattern "
+    "target_modules use_rslora".split()
+)
+# Other initialisations (PiSSA, CorDA, OLoRA, LoftQ, LoRA-GA) subtract their start from
+# the base's weights: the saved tensors alone, over the plain base, are another model.
+_FINAL_INITS = (True, False, "gaussian", "orthogonal", "eva")
+# What PEFT takes for a Llama when `target_modules` is null.
+_DEFAULT_TARGETS = ("q_proj", "v_proj")
+# Modules that PEFT can adapt and this library cannot.
+_UNADAPTED_MODULES = ("lm_head", "model.embed_tokens")
+_DEFAULT_RANK = 8
+_DEFAULT_ALPHA = 8
+ALL_LINEAR = "all-linear"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeftLoraConfig:
+    """One adapter's configuration; the fields carry PEFT's names and meanings.
+
+    `target_modules` and `exclude_modules` are a tuple of name endings, or one regular
+    expression; `target_modules` may also be "all-linear". Module paths are those of the
+    base model, such as "model.layers.3.self_attn.q_proj".
+
+    Raises:
+      AdapterError: a value is out of its range.
+      UnsupportedAdapterError: `target_modules` asks for the embeddings or the head.
+    """
+
+    r: int = _DEFAULT_RANK
+    lora_alpha: float = _DEFAULT_ALPHA
+    use_rslora: bool = False
+    target_modules: tuple[str, ...] | str = _DEFAULT_TARGETS
+    exclude_modules: tuple[str, ...] | str = ()
+    layers_to_transform: tuple[int, ...] = ()
+    layers_pattern: tuple[str, ...] = ()
+    rank_pattern: Mapping[str, int] = field(default_factory=dict)
+    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+    base_name: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, rank in {"r": self.r, **_named("rank", self.rank_pattern)}.items():
+            if not _is_int(rank) or rank < 1:
+                raise AdapterError(f"{name} must be an integer from 1, got {rank!r}")
+        alphas = {"lora_alpha": self.lora_alpha, **_named("alpha", self.alpha_pattern)}
+        for name, alpha in alphas.items():
+            if not _is_number(alpha):
+                raise AdapterError(f"{name} must be a finite number, got {alpha!r}")
+        if not isinstance(self.use_rslora, bool):
+            raise AdapterError(f"use_rslora must be a bool, got {self.use_rslora!r}")
+        self._check_patterns()
+        if isinstance(self.target_modules, str) and self.layers_to_transform:
+            raise AdapterError(
+                "layers_to_transform needs target_modules to be a list, got "
+                f"target_modules = {self.target_modules!r}"
+            )
+        if named := [m for m in _UNADAPTED_MODULES if self.targets(m)]:
+            raise UnsupportedAdapterError(
+                f"target_modules = {self.shown_targets} asks for a LoRA on "
+                f"{', '.join(named)}, which is not supported: only the attention and "
+                "MLP projections can have one"
+            )
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any]) -> "PeftLoraConfig":
+        """Read the fields of an `adapter_config.json`.
+
+        Args:
+          fields: the parsed file. Absent fields take PEFT's defaults.
+
+        Raises:
+          UnsupportedAdapterError: a field asks for what is not supported; all such
+            fields are named.
+          AdapterError: a field has a value of the wrong kind.
+        """
+        _refuse_unsupported(fields)
+
+        def optional(name: str, convert: Any) -> dict[str, Any]:
+            value = fields.get(name)
+            return {} if value is None else {name: convert(name, value)}
+
+        base_name = fields.get("base_model_name_or_path")
+        return cls(
+            **optional("r", _as_is),
+            **optional("lora_alpha", _as_is),
+            **optional("use_rslora", _as_is),
+            **optional("target_modules", _names_or_regex),
+            **optional("exclude_modules", _names_or_regex),
+            **optional("layers_to_transform", _layers),
+            **optional("layers_pattern", _one_or_more_names),
+            **optional("rank_pattern", _mapping),
+            **optional("alpha_pattern", _mapping),
+            base_name=base_name if isinstance(base_name, str) else None,
+        )
+
+    @property
+    def shown_targets(self) -> str:
+        """`target_modules` as the file writes it, for messages."""
+        wanted = self.target_modules
+        return repr(wanted if isinstance(wanted, str) else list(wanted))
+
+    def targets(self, path: str) -> bool:
+        """Tell whether the module at `path` has a LoRA."""
+        excluded = self.exclude_modules
+        if isinstance(excluded, str):
+            if re.fullmatch(excluded, path):
+                return False
+        elif _ends_with_any(path, excluded):
+            return False
+        wanted = self.target_modules
+        if isinstance(wanted, str):
+            if wanted.lower() == ALL_LINEAR:
+                return path not in _UNADAPTED_MODULES
+            return re.fullmatch(wanted, path) is not None
+        if path in wanted:  # a full path is taken whatever layers_to_transform says
+            return True
+        return _ends_with_any(path, wanted) and self._layer_is_wanted(path)
+
+    def rank(self, path: str) -> int:
+        """Return the rank of the module at `path`."""
+        return _first_match(self.rank_pattern, path, self.r)
+
+    def scale(self, path: str) -> float:
+        """Return what multiplies `B A` at `path`: alpha / r, or alpha / sqrt(r)."""
+        alpha = _first_match(self.alpha_pattern, path, self.lora_alpha)
+        rank = self.rank(path)
+        return alpha / (math.sqrt(rank) if self.use_rslora else rank)
+
+    def _layer_is_wanted(self, path: str) -> bool:
+        if not self.layers_to_transform:
+            return True
+        prefixes = [rf"(?:^|.*?\.){pattern}" for pattern in self.layers_pattern]
+        for prefix in prefixes or [r".*?\.[^.]*"]:
+            if match := re.match(rf"{prefix}\.(?P<index>\d+)\.", path):
+                return int(match["index"]) in self.layers_to_transform
+        return False
+
+    def _check_patterns(self) -> None:
+        patterns = {
+            "rank_pattern": list(self.rank_pattern),
+            "alpha_pattern": list(self.alpha_pattern),
+            "layers_pattern": list(self.layers_pattern),
+        }
+        for name in ("target_modules", "exclude_modules"):
+            value = getattr(self, name)
+            if isinstance(value, str) and value.lower() != ALL_LINEAR:
+                patterns[name] = [value]
+        for name, values in patterns.items():
+            for value in values:
+                try:
+                    re.compile(value)
+                except re.error as err:
+                    raise AdapterError(
+                        f"{name}: {value!r} is not a regular expression: {err}"
+                    ) from err
+
+
+def _refuse_unsupported(fields: Mapping[str, Any]) -> None:
+    """Raise `UnsupportedAdapterError` that names every field that asks for more."""
+    problems = []
+    if (kind := fields.get("peft_type")) != "LORA":
+        problems.append(f'peft_type = {kind!r}, only "LORA" is')
+    if (bias := fields.get("bias", "none")) not in ("none", None):
+        problems.append(f'bias = {bias!r}, only "none" is')
+    init = fields.get("init_lora_weights", True)
+    if init is not None and init not in _FINAL_INITS:
+        problems.append(
+            f"init_lora_weights = {init!r}, which changes the base's weights too: only "
+            "true, false, gaussian, orthogonal, eva are (PEFT's save_pretrained makes "
+            "a plain LoRA of it with path_initial_model_for_weight_conversion)"
+        )
+    for name in sorted(fields.keys() - _HANDLED - _INERT):
+        # Without a table of defaults, off is what every switch of PEFT's is by default.
+        if fields[name] not in (None, False, "", [], {}):
+            problems.append(
+                f"{name} = {fields[name]!r}, only absent, null, false or empty is"
+            )
+    if problems:
+        raise UnsupportedAdapterError(
+            "adapter_config.json asks for what is not supported: " + "; ".join(problems)
+        )
+
+
+def _first_match(patterns: Mapping[str, Any], path: str, default: Any) -> Any:
+    """Return the value of the first pattern that fits the end of a module path."""
+    for pattern, value in patterns.items():
+        if re.match(rf"(.*\.)?({pattern})$", path):
+            return value
+    return default
+
+
+def _ends_with_any(path: str, names: Iterable[str]) -> bool:
+    return any(path == name or path.endswith(f".{name}") for name in names)
+
+
+def _named(what: str, pattern: Mapping[str, Any]) -> dict[str, Any]:
+    return {f"{what}_pattern[{key!r}]": value for key, value in pattern.items()}
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return _is_int(value) or (isinstance(value, float) and math.isfinite(value))
+
+
+def _as_is(name: str, value: Any) -> Any:
+    return value
+
+
+def _names_or_regex(name: str, value: Any) -> tuple[str, ...] | str:
+    return value if isinstance(value, str) else _one_or_more_names(name, value)
+
+
+def _one_or_more_names(name: str, value: Any) -> tuple[str, ...]:
+    value = [value] if isinstance(value, str) else value
+    if not isinstance(value, list | tuple) or not all(
+        isinstance(item, str) for item in value
+    ):
+        raise AdapterError(f"{name} must be a string or strings, got {value!r}")
+    return tuple(item for item in value if item)
+
+
+def _layers(name: str, value: Any) -> tuple[int, ...]:
+    value = [value] if _is_int(value) else value
+    if not isinstance(value, list | tuple) or not all(_is_int(item) for item in value):
+        raise AdapterError(f"{name} must be one layer index or several, got {value!r}")
+    return tuple(value)
+
+
+def _mapping(name: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise AdapterError(f"{name} must map patterns to numbers, got {value!r}")
+    return value

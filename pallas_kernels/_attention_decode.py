@@ -1,0 +1,285 @@
+"""Paged attention for one query row a sequence: split-KV, grouped heads.
+
+Knows pages and sequences of one row; nothing of longer ones (`_attention_prefill`).
+"""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from punica_jax.pallas_kernels._kv_tile import (
+    dot,
+    load_kv,
+    load_page_ids,
+    load_rows,
+    padded,
+    store_rows,
+)
+
+_LOWEST = float(jnp.finfo(jnp.float32).min)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeConfig:
+    """How the decode form cuts its work.
+
+    Attributes:
+      block_kv: tokens an iteration, a power of two, at least 16.
+      splits: parts that each sequence's tokens are cut into, a power of two.
+      num_warps: warps of a program.
+      num_stages: iterations whose loads overlap (grouped heads only).
+    """
+
+    block_kv: int
+    splits: int
+    num_warps: int = 4
+    num_stages: int = 2
+
+    def __post_init__(self):
+        for name, least in (("block_kv", 16), ("splits", 1)):
+            value = getattr(self, name)
+            if value < least or value & (value - 1):
+                raise ValueError(
+                    f"{name} must be a power of two, at least {least}, got {value}"
+                )
+
+
+def default_config(
+    *,
+    seqs: int,
+    kv_heads: int,
+    group: int,
+    head_dim: int,
+    itemsize: int,
+    max_kv_len: int,
+) -> DecodeConfig:
+    """Choose a configuration; a function of static things alone."""
+    # 16 KiB of K and as much of V in flight a program.
+    block_kv = max(16, min(64, 16384 // (padded(head_dim) * itemsize)))
+    return DecodeConfig(
+        block_kv=block_kv,
+        splits=_num_splits(seqs * kv_heads, pl.cdiv(max_kv_len, block_kv)),
+    )
+
+
+def _num_splits(programs: int, blocks: int) -> int:
+    # Half of 132 SMs times 8 programs keeps the memory busy; a second launch that
+    # sums the splits costs 2 us.
+    splits = 1
+    while programs * splits < 512 and splits < min(blocks, 32):
+        splits *= 2
+    return splits
+
+
+def decode_attention(
+    q: Array,  # [rows, heads, head_dim]
+    k_pages: Array,  # [pages, kv_heads, page_size, head_dim]
+    v_pages: Array,  # [pages, kv_heads, page_size, head_dim]
+    page_table: Array,  # i32[seqs, pages_per_seq]
+    bounds: Array,  # i32[seqs + 1]
+    kv_lens: Array,  # i32[seqs]
+    *,
+    scale: float,
+    config: DecodeConfig | None = None,
+    interpret: bool = False,
+) -> Array:
+    """Run `paged_attention` for sequences of at most one row each."""
+    rows, heads, head_dim = q.shape
+    _, kv_heads, page_size, _ = k_pages.shape
+    seqs, pages_per_seq = page_table.shape
+    if config is None:
+        config = default_config(
+            seqs=seqs,
+            kv_heads=kv_heads,
+            group=heads // kv_heads,
+            head_dim=head_dim,
+            itemsize=k_pages.dtype.itemsize,
+            max_kv_len=pages_per_seq * page_size,
+        )
+    # A slot is a sequence, and beyond those whatever padding rows are left.
+    slots, splits = max(rows, seqs), config.splits
+    out_shape = jax.ShapeDtypeStruct(q.shape, q.dtype)
+    stats = jax.ShapeDtypeStruct((slots * splits, heads), jnp.float32)
+    sums = jax.ShapeDtypeStruct((slots * splits, heads, head_dim), jnp.float32)
+    partial = pl.pallas_call(
+        functools.partial(_decode_kernel, scale=scale, config=config),
+        out_shape=out_shape if splits == 1 else (sums, stats, stats),
+        grid=(slots, kv_heads, splits),
+        compiler_params=plgpu.CompilerParams(
+            num_warps=config.num_warps, num_stages=config.num_stages
+        ),
+        interpret=interpret,
+        name="paged_attention_decode",
+    )(q, k_pages, v_pages, page_table, bounds, kv_lens)
+    if splits == 1:
+        return partial
+    return pl.pallas_call(
+        functools.partial(_combine_kernel, splits=splits),
+        out_shape=out_shape,
+        grid=(slots, heads),
+        compiler_params=plgpu.CompilerParams(num_warps=1 if splits <= 8 else 4),
+        interpret=interpret,
+        name="paged_attention_combine",
+    )(*partial, bounds)
+
+
+def _row_of_slot(
+    bounds_ref,  # i32[seqs + 1]
+    slot: Array,  # i32[]
+) -> tuple[Array, Array]:
+    """The slot's row, and whether it belongs to a sequence.
+
+    Every padding row gets an idle slot, which writes zeros there: each live sequence
+    has one row, so `bounds[slot]` counts those before, and the rest before are idle.
+    An idle slot left over gets a row past the end.
+    """
+    seqs = bounds_ref.shape[0] - 1
+    first = bounds_ref[jnp.minimum(slot, seqs)]
+    live = bounds_ref[jnp.minimum(slot + 1, seqs)] > first
+    return jnp.where(live, first, bounds_ref[seqs] + slot - first), live
+
+
+def _decode_kernel(
+    q_ref,  # [rows, heads, head_dim]
+    k_ref,  # [pages, kv_heads, page_size, head_dim]
+    v_ref,  # [pages, kv_heads, page_size, head_dim]
+    table_ref,  # i32[seqs, pages_per_seq]
+    bounds_ref,  # i32[seqs + 1]
+    lens_ref,  # i32[seqs]
+    out_ref,  # [rows, heads, head_dim], or of splits f32[slots, splits, heads, ...]
+    *stats_refs,  # of splits, f32[slots, splits, heads]: maximum, total
+    scale: float,
+    config: DecodeConfig,
+):
+    slot, kv_head, split = (pl.program_id(axis) for axis in range(3))
+    rows, heads, _ = q_ref.shape
+    _, kv_heads, page_size, _ = k_ref.shape
+    seqs, pages_per_seq = table_ref.shape
+    group, block_kv = heads // kv_heads, config.block_kv
+
+    row, live = _row_of_slot(bounds_ref, slot)
+    seq = jnp.minimum(slot, seqs - 1)
+    kv_len = jnp.minimum(lens_ref[seq], pages_per_seq * page_size)
+    kv_len = jnp.where(live, kv_len, 0)
+    blocks = pl.cdiv(kv_len, block_kv)
+    blocks_per_split = pl.cdiv(blocks, config.splits)
+    lower = split * blocks_per_split
+    upper = jnp.minimum(lower + blocks_per_split, blocks)
+
+    # One head needs no tensor core, whose 16 rows would be 15 of padding.
+    single = group == 1
+    lane = jnp.arange(1 if single else padded(group), dtype=jnp.int32)
+    head = kv_head * group + lane
+    q = load_rows(q_ref, row, head, (lane < group) & (row < rows))
+
+    def body(block, state):
+        start = block * block_kv
+        page_ids = load_page_ids(
+            table_ref, seq, start, kv_len, block_kv=block_kv, page_size=page_size
+        )
+        k = load_kv(k_ref, page_ids, kv_head, start, kv_len, block_kv=block_kv)
+        v = load_kv(v_ref, page_ids, kv_head, start, kv_len, block_kv=block_kv)
+        seen = start + jnp.arange(block_kv, dtype=jnp.int32) < kv_len
+        step = _attend_lanes if single else _attend_rows
+        return step(q, k, v, seen, scale * math.log2(math.e), state)
+
+    num_sums = block_kv if single else padded(group)
+    state = jax.lax.fori_loop(
+        lower,
+        upper,
+        body,
+        (
+            jnp.full((num_sums,), _LOWEST, jnp.float32),
+            jnp.zeros((num_sums,), jnp.float32),
+            jnp.zeros((num_sums, q.shape[1]), jnp.float32),
+        ),
+    )
+    top, total, acc = _merge_lanes(state) if single else state
+    if not stats_refs:
+        acc = acc / jnp.where(total > 0, total, 1.0)[:, None]
+        store_rows(out_ref, row, head, (lane < group) & (row < rows), acc)
+        return
+    part = slot * config.splits + split
+    for ref, value in zip(stats_refs, (top, total), strict=True):
+        plgpu.store(ref.at[part, head], value, mask=lane < group)
+    # The sums of a split without tokens are never read.
+    store_rows(out_ref, part, head, (lane < group) & (lower < upper), acc)
+
+
+def _attend_rows(
+    q: Array,  # [n, lanes]
+    k: Array,  # [block_kv, lanes]
+    v: Array,  # [block_kv, lanes]
+    seen: Array,  # bool[block_kv]
+    scale: float,
+    state: tuple[Array, Array, Array],  # f32[n], f32[n], f32[n, lanes]
+) -> tuple[Array, Array, Array]:
+    """Add a tile to each row's running maximum, total and sums (in base 2)."""
+    top, total, acc = state
+    scores = jnp.where(seen[None, :], dot(q, k, trans_b=True) * scale, -jnp.inf)
+    new_top = jnp.maximum(top, scores.max(axis=1))
+    weights = jnp.exp2(scores - new_top[:, None])
+    decay = jnp.exp2(top - new_top)
+    acc = acc * decay[:, None] + dot(weights.astype(v.dtype), v)
+    return new_top, total * decay + weights.sum(axis=1), acc
+
+
+def _attend_lanes(
+    q: Array,  # [1, lanes]
+    k: Array,  # [block_kv, lanes]
+    v: Array,  # [block_kv, lanes]
+    seen: Array,  # bool[block_kv]
+    scale: float,
+    state: tuple[Array, Array, Array],  # f32[block_kv] twice, f32[block_kv, lanes]
+) -> tuple[Array, Array, Array]:
+    """Add a tile to one row's sums, kept apart for each place of the tile.
+
+    So threads exchange nothing but a token's own product until the loop has ended.
+    """
+    top, total, acc = state
+    products = q.astype(jnp.float32) * k.astype(jnp.float32)
+    scores = jnp.where(seen, products.sum(axis=1) * scale, -jnp.inf)
+    new_top = jnp.maximum(top, scores)
+    weights = jnp.exp2(scores - new_top)
+    decay = jnp.exp2(top - new_top)
+    acc = acc * decay[:, None] + weights[:, None] * v.astype(jnp.float32)
+    return new_top, total * decay + weights, acc
+
+
+def _merge_lanes(
+    state: tuple[Array, Array, Array],  # f32[block_kv] twice, f32[block_kv, lanes]
+) -> tuple[Array, Array, Array]:  # f32[1] twice, f32[1, lanes]
+    tops, totals, acc = state
+    top = tops.max(axis=0, keepdims=True)
+    weights = jnp.exp2(tops - top)
+    total = (totals * weights).sum(axis=0, keepdims=True)
+    return top, total, (acc * weights[:, None]).sum(axis=0, keepdims=True)
+
+
+def _combine_kernel(
+    sums_ref,  # f32[slots * splits, heads, head_dim]
+    tops_ref,  # f32[slots * splits, heads]
+    totals_ref,  # f32[slots * splits, heads]
+    bounds_ref,  # i32[seqs + 1]
+    out_ref,  # [rows, heads, head_dim]
+    *,
+    splits: int,
+):
+    slot, head = pl.program_id(0), pl.program_id(1)
+    row, _ = _row_of_slot(bounds_ref, slot)
+    part = slot * splits + jnp.arange(splits, dtype=jnp.int32)
+    tops = tops_ref[part, head]
+    totals = totals_ref[part, head]
+    weights = jnp.exp2(tops - tops.max(axis=0))
+    total = (totals * weights).sum(axis=0)
+    sums = load_rows(sums_ref, part, jnp.full((splits,), head), totals > 0)
+    out = (sums * weights[:, None]).sum(axis=0) / jnp.where(total > 0, total, 1.0)
+    index = jnp.arange(out.shape[0], dtype=jnp.int32)
+    mask = (index < out_ref.shape[-1]) & (row < out_ref.shape[0])
+    plgpu.store(out_ref.at[row, head, index], out.astype(out_ref.dtype), mask=mask)

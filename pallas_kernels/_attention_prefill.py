@@ -1,0 +1,230 @@
+"""Causal paged attention for a ragged batch of queries of any length.
+
+Knows tiles of a sequence's rows and its pages; nothing of splitting one row's tokens
+over programs (`_attention_decode`).
+"""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from punica_jax.pallas_kernels._attention_reference import query_tiles
+from punica_jax.pallas_kernels._kv_tile import (
+    MIN_DOT_DIM,
+    dot,
+    load_kv,
+    load_page_ids,
+    load_rows,
+    padded,
+    store_rows,
+)
+
+_LOWEST = float(jnp.finfo(jnp.float32).min)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillConfig:
+    """How the prefill form cuts its work.
+
+    Attributes:
+      block_rows: rows of one sequence a tile, a power of two. A program holds them
+        for all query heads of one kv head.
+      block_kv: tokens an iteration, a power of two, at least 16.
+      num_warps: warps of a program.
+      num_stages: iterations whose loads overlap.
+    """
+
+    block_rows: int
+    block_kv: int
+    num_warps: int = 4
+    num_stages: int = 2
+
+    def __post_init__(self):
+        for name, least in (("block_rows", 1), ("block_kv", MIN_DOT_DIM)):
+            value = getattr(self, name)
+            if value < least or value & (value - 1):
+                raise ValueError(
+                    f"{name} must be a power of two, at least {least}, got {value}"
+                )
+
+
+def default_config(
+    *, group: int, head_dim: int, itemsize: int, max_query_len: int
+) -> PrefillConfig:
+    """Choose a configuration; a function of static things alone."""
+    lanes = padded(head_dim)
+    if itemsize == 4:
+        # Without tensor cores a product is unrolled whole: 32 x 32 keeps it small.
+        tile_rows, block_kv, num_warps = 32, 32, 4
+    else:
+        tile_rows, block_kv, num_warps = 128, max(16, min(64, 8192 // lanes)), 8
+    group_rows = pl.next_power_of_2(group)
+    most = pl.next_power_of_2(max_query_len)
+    least = pl.cdiv(MIN_DOT_DIM, group_rows)
+    block_rows = max(least, min(most, tile_rows // group_rows))
+    return PrefillConfig(block_rows=block_rows, block_kv=block_kv, num_warps=num_warps)
+
+
+def prefill_attention(
+    q: Array,  # [rows, heads, head_dim]
+    k_pages: Array,  # [pages, kv_heads, page_size, head_dim]
+    v_pages: Array,  # [pages, kv_heads, page_size, head_dim]
+    page_table: Array,  # i32[seqs, pages_per_seq]
+    bounds: Array,  # i32[seqs + 1]
+    kv_lens: Array,  # i32[seqs]
+    *,
+    max_query_len: int,
+    scale: float,
+    config: PrefillConfig | None = None,
+    interpret: bool = False,
+) -> Array:
+    """Run `paged_attention` for sequences of any number of rows."""
+    rows, heads, head_dim = q.shape
+    kv_heads = k_pages.shape[1]
+    if config is None:
+        config = default_config(
+            group=heads // kv_heads,
+            head_dim=head_dim,
+            itemsize=k_pages.dtype.itemsize,
+            max_query_len=max_query_len,
+        )
+    tiles = _tile_table(bounds, kv_lens, rows=rows, block_rows=config.block_rows)
+    return pl.pallas_call(
+        functools.partial(_prefill_kernel, scale=scale, config=config),
+        out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        grid=(tiles.shape[0], kv_heads),
+        compiler_params=plgpu.CompilerParams(
+            num_warps=config.num_warps, num_stages=config.num_stages
+        ),
+        interpret=interpret,
+        name="paged_attention_prefill",
+    )(q, k_pages, v_pages, page_table, tiles)
+
+
+def _tile_table(
+    bounds: Array,  # i32[seqs + 1]
+    kv_lens: Array,  # i32[seqs]
+    *,
+    rows: int,
+    block_rows: int,
+) -> Array:
+    """Each tile's sequence, first row, number of rows, and tokens before its rows.
+
+    The padding rows are one more sequence, -1, whose tiles write zeros.
+
+    Returns:
+      `i32[tiles, 4]`; unused tiles have no rows.
+    """
+    seqs = kv_lens.shape[0]
+    bounds = jnp.append(bounds, jnp.int32(rows))
+    seq, first = query_tiles(bounds, rows=rows, block_rows=block_rows)
+    end = jnp.where(seq < 0, first, bounds[seq + 1])
+    before = kv_lens[jnp.clip(seq, 0, seqs - 1)] - end + first
+    num_rows = jnp.clip(end - first, 0, block_rows)
+    seq = jnp.where(seq < seqs, seq, -1)
+    return jnp.stack([seq, first, num_rows, before], axis=1)
+
+
+def _prefill_kernel(
+    q_ref,  # [rows, heads, head_dim]
+    k_ref,  # [pages, kv_heads, page_size, head_dim]
+    v_ref,  # [pages, kv_heads, page_size, head_dim]
+    table_ref,  # i32[seqs, pages_per_seq]
+    tiles_ref,  # i32[tiles, 4]
+    out_ref,  # [rows, heads, head_dim]
+    *,
+    scale: float,
+    config: PrefillConfig,
+):
+    # A sequence's last tiles see the most tokens: they go first.
+    tile = pl.num_programs(0) - 1 - pl.program_id(0)
+    kv_head = pl.program_id(1)
+    seq, first, num_rows, before = (tiles_ref[tile, column] for column in range(4))
+
+    @pl.when(num_rows > 0)
+    def _():
+        _attend_tile(
+            q_ref,
+            k_ref,
+            v_ref,
+            table_ref,
+            out_ref,
+            seq=jnp.maximum(seq, 0),
+            first=first,
+            num_rows=num_rows,
+            # Nothing is before or at a padding row.
+            before=jnp.where(seq < 0, -num_rows, before),
+            kv_head=kv_head,
+            scale=scale * math.log2(math.e),
+            config=config,
+        )
+
+
+def _attend_tile(
+    q_ref,  # [rows, heads, head_dim]
+    k_ref,  # [pages, kv_heads, page_size, head_dim]
+    v_ref,  # [pages, kv_heads, page_size, head_dim]
+    table_ref,  # i32[seqs, pages_per_seq]
+    out_ref,  # [rows, heads, head_dim]
+    *,
+    seq: Array,  # i32[]
+    first: Array,  # i32[]
+    num_rows: Array,  # i32[], at least 1
+    before: Array,  # i32[]
+    kv_head: Array,  # i32[]
+    scale: float,
+    config: PrefillConfig,
+):
+    page_size = k_ref.shape[2]
+    group = q_ref.shape[1] // k_ref.shape[1]
+    group_rows = pl.next_power_of_2(group)
+    block_kv = config.block_kv
+    # Query heads of the kv head are folded into the rows of the tile.
+    lane = jnp.arange(config.block_rows * group_rows, dtype=jnp.int32)
+    row = lax.div(lane, jnp.int32(group_rows))
+    member = lax.rem(lane, jnp.int32(group_rows))
+    mask = (row < num_rows) & (member < group)
+    head = kv_head * group + member
+    q = load_rows(q_ref, first + row, head, mask)
+
+    # The last row sees tokens up to `end`, the first row all of `whole` blocks.
+    end = jnp.minimum(before + num_rows, table_ref.shape[1] * page_size)
+    end = jnp.maximum(end, 0)
+    blocks = pl.cdiv(end, block_kv)
+    whole = jnp.clip(lax.div(before + 1, jnp.int32(block_kv)), 0, blocks)
+
+    def body(block, state, *, limit):
+        start = block * block_kv
+        top, total, acc = state
+        page_ids = load_page_ids(
+            table_ref, seq, start, end, block_kv=block_kv, page_size=page_size
+        )
+        k = load_kv(k_ref, page_ids, kv_head, start, limit, block_kv=block_kv)
+        v = load_kv(v_ref, page_ids, kv_head, start, limit, block_kv=block_kv)
+        scores = dot(q, k, trans_b=True) * scale
+        if limit is not None:
+            token = start + jnp.arange(block_kv, dtype=jnp.int32)
+            seen = token[None, :] <= (before + row)[:, None]
+            scores = jnp.where(seen & (token < end)[None, :], scores, -jnp.inf)
+        new_top = jnp.maximum(top, scores.max(axis=1))
+        weights = jnp.exp2(scores - new_top[:, None])
+        decay = jnp.exp2(top - new_top)
+        acc = acc * decay[:, None] + dot(weights.astype(v.dtype), v)
+        return new_top, total * decay + weights.sum(axis=1), acc
+
+    state = (
+        jnp.full(lane.shape, _LOWEST, jnp.float32),
+        jnp.zeros(lane.shape, jnp.float32),
+        jnp.zeros(q.shape, jnp.float32),
+    )
+    state = lax.fori_loop(0, whole, functools.partial(body, limit=None), state)
+    state = lax.fori_loop(whole, blocks, functools.partial(body, limit=end), state)
+    _, total, acc = state
+    out = acc / jnp.where(total > 0, total, 1.0)[:, None]
+    store_rows(out_ref, first + row, head, mask, out)

@@ -1,0 +1,112 @@
+"""Tiles of keys and values as the attention kernels read them from their pages.
+
+Knows how a sequence's tokens lie in pages; nothing of queries or softmax.
+"""
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+# Both factors of a tensor-core product, and the queries' rows, are at least this.
+MIN_DOT_DIM = 16
+
+
+def padded(dim: int) -> int:
+    """The lanes that `dim` values take in a product: a power of two, at least 16."""
+    return max(MIN_DOT_DIM, pl.next_power_of_2(dim))
+
+
+def dot(a: Array, b: Array, *, trans_b: bool = False) -> Array:
+    """`a @ b` (`a @ b.T`) accumulated in float32; no TF32 for float32 factors."""
+    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    return plgpu.dot(a, b, trans_b=trans_b, precision=precision)
+
+
+def load_rows(
+    ref,  # [rows, heads, head_dim]
+    row: Array,  # i32[] or i32[n]
+    head: Array,  # i32[n]
+    mask: Array,  # bool[n]
+) -> Array:
+    """Load `[n, padded(head_dim)]`; masked rows and padding lanes are zeros."""
+    row = row[:, None] if row.ndim else row
+    index, live = _lanes(ref.shape[-1])
+    return plgpu.load(
+        ref.at[row, head[:, None], index], mask=mask[:, None] & live, other=0.0
+    )
+
+
+def store_rows(
+    ref,  # [rows, heads, head_dim]
+    row: Array,  # i32[] or i32[n]
+    head: Array,  # i32[n]
+    mask: Array,  # bool[n]
+    value: Array,  # [n, padded(head_dim)]
+) -> None:
+    """Store the rows that are not masked, without their padding lanes."""
+    row = row[:, None] if row.ndim else row
+    index, live = _lanes(ref.shape[-1])
+    value = value.astype(ref.dtype)
+    plgpu.store(ref.at[row, head[:, None], index], value, mask=mask[:, None] & live)
+
+
+def load_page_ids(
+    table_ref,  # i32[seqs, pages_per_seq]
+    seq: Array,  # i32[]
+    start: Array,  # i32[]
+    end: Array,  # i32[]
+    *,
+    block_kv: int,
+    page_size: int,
+) -> Array:
+    """The page of each token of a tile: one for all, where no tile spans two pages.
+
+    Entries for tokens at and after `end` are not read.
+
+    Returns:
+      `i32[]`, or `i32[block_kv]` if `block_kv > page_size`.
+    """
+    token = start
+    if block_kv > page_size:
+        token = start + jnp.arange(block_kv, dtype=jnp.int32)
+    return plgpu.load(
+        table_ref.at[seq, lax.div(token, jnp.int32(page_size))],
+        mask=token < end,
+        other=0,
+    )
+
+
+def load_kv(
+    ref,  # [pages, kv_heads, page_size, head_dim]
+    page_ids: Array,  # i32[] or i32[block_kv]
+    kv_head: Array,  # i32[]
+    start: Array,  # i32[]
+    end: Array | None,  # i32[]; None if the whole tile is before the end
+    *,
+    block_kv: int,
+) -> Array:
+    """Load tokens `start .. start + block_kv` as `[block_kv, padded(head_dim)]`.
+
+    Tokens at and after `end` are zeros, whatever memory holds: it may be NaN.
+    """
+    _, _, page_size, head_dim = ref.shape
+    token = jnp.arange(block_kv, dtype=jnp.int32)
+    if page_ids.ndim:
+        page_ids = page_ids[:, None]
+        place = lax.rem(start + token, jnp.int32(page_size))
+    else:
+        place = lax.rem(start, jnp.int32(page_size)) + token
+    index, live = _lanes(head_dim)
+    if end is not None:
+        live = live & (start + token < end)[:, None]
+    elif padded(head_dim) == head_dim:
+        return plgpu.load(ref.at[page_ids, kv_head, place[:, None], index])
+    return plgpu.load(
+        ref.at[page_ids, kv_head, place[:, None], index], mask=live, other=0.0
+    )
+
+
+def _lanes(head_dim: int) -> tuple[Array, Array]:  # i32[1, lanes], bool[1, lanes]
+    index = jnp.arange(padded(head_dim), dtype=jnp.int32)[None, :]
+    return index, index < head_dim

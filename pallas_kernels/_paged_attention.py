@@ -1,0 +1,152 @@
+"""Causal attention over a paged key-value cache: the public operation.
+
+Checks its arguments and picks the form and the implementation; knows nothing of who
+fills the cache or hands out its pages.
+"""
+
+import typing
+
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float, Int32
+
+from punica_jax.pallas_kernels import _attention_reference
+from punica_jax.pallas_kernels._attention_decode import decode_attention
+from punica_jax.pallas_kernels._attention_prefill import prefill_attention
+from punica_jax.pallas_kernels._dispatch import resolve
+
+_DTYPES = ("float32", "bfloat16", "float16")
+_MAX_HEAD_DIM = 256
+_MIN_PAGE_SIZE = 16
+
+
+# The checks below say more than jaxtyping's import hook, which would come first.
+@typing.no_type_check
+def paged_attention(
+    q: Float[Array, "rows heads head_dim"],
+    k_pages: Float[Array, "pages kv_heads page_size head_dim"],
+    v_pages: Float[Array, "pages kv_heads page_size head_dim"],
+    page_table: Int32[Array, "seqs pages_per_seq"],
+    bounds: Int32[Array, "seqs+1"],
+    kv_lens: Int32[Array, " seqs"],
+    *,
+    max_query_len: int,
+    scale: float | None = None,
+    implementation: str | None = None,
+) -> Float[Array, "rows heads head_dim"]:
+    """Attend to paged keys and values, causally, for a ragged batch of sequences.
+
+    *Semantics*, for row `j` of sequence `s` (`bounds[s] <= j < bounds[s + 1]`), which
+    sits at position `p = kv_lens[s] - bounds[s + 1] + j`, and query head `h`:
+
+        out[j, h] = softmax(scale * q[j, h] @ K[: p + 1].T) @ V[: p + 1]
+
+    where K and V are kv head `h // (heads // kv_heads)` of the pages `page_table[s]`,
+    one after the other. A sequence's rows are its last ones, and the pages hold their
+    keys and values already. What the pages hold elsewhere changes nothing, NaN
+    included; nor do the other sequences.
+
+    Args:
+      q: queries; float32, bfloat16 or float16. `head_dim` is a multiple of 8, at most
+        256; `heads` a multiple of `kv_heads`.
+      k_pages: keys in q's dtype; `page_size` is a power of two, at least 16.
+      v_pages: values, likewise.
+      page_table: pages of each sequence. Entries that `kv_lens` does not need may
+        hold anything.
+      bounds: rows `bounds[s] .. bounds[s + 1]` are sequence `s`'s, ascending from 0.
+        Rows at and after `bounds[-1]` are padding. A sequence may have no rows.
+      kv_lens: tokens of each sequence in the pages, at most
+        `pages_per_seq * page_size`. Anything for a sequence without rows.
+      max_query_len: most rows that any sequence has (static). 1 chooses the decode
+        form, which splits a sequence's tokens over programs.
+      scale: factor of the products, `head_dim ** -0.5` by default (static).
+      implementation: `"pallas_triton"`, `"pallas_interpret"`, `"xla"`, or None to
+        choose by device.
+
+    Returns:
+      `[rows, heads, head_dim]` in q's dtype, accumulated in float32; zeros for padding
+      rows.
+
+    Raises:
+      ValueError: an argument's shape, dtype or value is none of the above.
+    """
+    _check(q, k_pages, v_pages, page_table, bounds, kv_lens, max_query_len)
+    scale = q.shape[2] ** -0.5 if scale is None else float(scale)
+    operands = (q, k_pages, v_pages, page_table, bounds, kv_lens)
+    implementation = resolve(implementation)
+    if implementation == "xla":
+        return _attention_reference.paged_attention(
+            *operands, max_query_len=max_query_len, scale=scale
+        )
+    interpret = implementation == "pallas_interpret"
+    if max_query_len == 1:
+        return decode_attention(*operands, scale=scale, interpret=interpret)
+    return prefill_attention(
+        *operands, max_query_len=max_query_len, scale=scale, interpret=interpret
+    )
+
+
+def _check(
+    q: Array,
+    k_pages: Array,
+    v_pages: Array,
+    page_table: Array,
+    bounds: Array,
+    kv_lens: Array,
+    max_query_len: int,
+) -> None:
+    shapes = {
+        "q": (q, "[rows, heads, head_dim]", 3),
+        "k_pages": (k_pages, "[pages, kv_heads, page_size, head_dim]", 4),
+        "page_table": (page_table, "[seqs, pages_per_seq]", 2),
+    }
+    for name, (array, shape, ndim) in shapes.items():
+        if array.ndim != ndim or 0 in array.shape:
+            raise ValueError(
+                f"{name} must be {shape}, none of them 0, got shape {array.shape}"
+            )
+    _, heads, head_dim = q.shape
+    _, kv_heads, page_size, kv_head_dim = k_pages.shape
+    seqs = page_table.shape[0]
+    if kv_head_dim != head_dim:
+        raise ValueError(
+            f"k_pages must have q's head_dim {head_dim}, got shape {k_pages.shape}"
+        )
+    for name, array, shape in (
+        ("v_pages", v_pages, k_pages.shape),
+        ("bounds", bounds, (seqs + 1,)),
+        ("kv_lens", kv_lens, (seqs,)),
+    ):
+        if array.shape != shape:
+            raise ValueError(
+                f"{name} must have shape {shape} (k_pages {k_pages.shape}, page_table "
+                f"{page_table.shape}), got {array.shape}"
+            )
+    if q.dtype.name not in _DTYPES:
+        raise ValueError(f"q must be one of {', '.join(_DTYPES)}, got {q.dtype}")
+    for name, array, dtype in (
+        ("k_pages", k_pages, q.dtype),
+        ("v_pages", v_pages, q.dtype),
+        ("page_table", page_table, jnp.dtype("int32")),
+        ("bounds", bounds, jnp.dtype("int32")),
+        ("kv_lens", kv_lens, jnp.dtype("int32")),
+    ):
+        if array.dtype != dtype:
+            raise ValueError(f"{name} must be {dtype}, got {array.dtype}")
+    if heads % kv_heads:
+        raise ValueError(
+            f"heads must be a multiple of kv_heads, got {heads} heads and {kv_heads} "
+            "kv_heads"
+        )
+    if head_dim % 8 or head_dim > _MAX_HEAD_DIM:
+        raise ValueError(
+            f"head_dim must be a multiple of 8 and at most {_MAX_HEAD_DIM}, got "
+            f"{head_dim}"
+        )
+    if page_size < _MIN_PAGE_SIZE or page_size & (page_size - 1):
+        raise ValueError(
+            f"page_size must be a power of two and at least {_MIN_PAGE_SIZE}, got "
+            f"{page_size}"
+        )
+    if max_query_len < 1:
+        raise ValueError(f"max_query_len must be at least 1, got {max_query_len}")

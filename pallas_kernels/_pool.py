@@ -1,0 +1,126 @@
+"""Where adapters live on the device: pools of rank pages.
+
+Knows one layer's one module group (the modules that share an input). Knows nothing of
+adapter files, names, or which pages are free.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float, Int
+
+# One page holds this many consecutive ranks: the least that a tensor-core product
+# takes, so a finer page would save memory but no time.
+RANK_PAGE = 16
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LoraPool:
+    """The adapters of one module group of one layer, in rank pages.
+
+    Rank `16 p + i` of slot `s` lives in lane `i` of page `page_table[s, p]`, for all
+    `C` modules of the group. Module `c` of slot `s` uses its first `num_pages[s, c]`
+    pages; what lies beyond is never read. Lanes past the true rank are zeros.
+
+    Attributes:
+      a: `[pages, C, 16, d_in]`, the A matrices as PEFT stores them.
+      b: `[pages, d_out_total, 16]`, the B matrices times the adapter's scale, the
+        group's modules one after the other along `d_out_total`.
+      page_table: `i32[slots, max_pages]`.
+      num_pages: `i32[slots, C]`, 0 where the adapter leaves the module alone.
+      d_outs: width of each of the `C` modules' outputs (static).
+    """
+
+    a: Array
+    b: Array
+    page_table: Array
+    num_pages: Array
+    d_outs: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+
+    @property
+    def d_in(self) -> int:
+        return self.a.shape[-1]
+
+    @property
+    def d_out(self) -> int:
+        return sum(self.d_outs)
+
+    @property
+    def num_slots(self) -> int:
+        return self.page_table.shape[0]
+
+    @property
+    def num_modules(self) -> int:
+        return len(self.d_outs)
+
+    @property
+    def max_rank(self) -> int:
+        return self.page_table.shape[1] * RANK_PAGE
+
+    @property
+    def dtype(self) -> Any:
+        return self.a.dtype
+
+    @property
+    def d_out_offsets(self) -> tuple[int, ...]:
+        """First column of each module in `d_out_total`."""
+        return tuple(sum(self.d_outs[:c]) for c in range(len(self.d_outs)))
+
+
+def pack_adapters(
+    a: Float[Array, "slots rank d_in"],
+    b: Float[Array, "slots d_out rank"],
+    ranks: Int[Array, "slots"] | None = None,
+) -> LoraPool:
+    """Pack dense stacks of adapters into a pool of one module.
+
+    The copy is differentiable: gradients with respect to the pool flow back to `a`
+    and `b`.
+
+    Args:
+      a: A of every slot; rows past a slot's rank are ignored.
+      b: B of every slot, already times its scale.
+      ranks: true rank of every slot, 0 to `rank`; None means `rank` for all.
+
+    Returns:
+      A `LoraPool` in which slot `s` owns pages `s * n .. (s + 1) * n`,
+      `n = ceil(rank / 16)`.
+
+    Raises:
+      ValueError: the shapes do not fit each other.
+    """
+    if a.ndim != 3 or b.ndim != 3 or a.shape[:2] != (b.shape[0], b.shape[2]):
+        raise ValueError(
+            "a must be [slots, rank, d_in] and b [slots, d_out, rank], "
+            f"got a {a.shape} and b {b.shape}"
+        )
+    slots, rank, d_in = a.shape
+    d_out = b.shape[1]
+    if rank < 1:
+        raise ValueError(f"rank must be at least 1, got a {a.shape}")
+    pages = -(-rank // RANK_PAGE)
+    pad = pages * RANK_PAGE - rank
+    if ranks is not None:
+        # Selected, not multiplied: what lies past a slot's rank may be NaN.
+        used = jnp.arange(rank)[None, :] < ranks[:, None]
+        a = jnp.where(used[:, :, None], a, jnp.zeros_like(a))
+        b = jnp.where(used[:, None, :], b, jnp.zeros_like(b))
+    a = jnp.pad(a, ((0, 0), (0, pad), (0, 0)))
+    b = jnp.pad(b, ((0, 0), (0, 0), (0, pad)))
+    b = b.reshape(slots, d_out, pages, RANK_PAGE).swapaxes(1, 2)
+    counts = (
+        jnp.full((slots,), pages, jnp.int32)
+        if ranks is None
+        else -(-ranks.astype(jnp.int32) // RANK_PAGE)
+    )
+    return LoraPool(
+        a=a.reshape(slots * pages, 1, RANK_PAGE, d_in),
+        b=b.reshape(slots * pages, d_out, RANK_PAGE),
+        page_table=jnp.arange(slots * pages, dtype=jnp.int32).reshape(slots, pages),
+        num_pages=counts[:, None],
+        d_outs=(d_out,),
+    )

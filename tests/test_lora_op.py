@@ -1,0 +1,219 @@
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from jax.test_util import check_grads
+
+import punica_jax as pj
+from punica_jax.pallas_kernels import lora, pack_adapters, segment_metadata
+from tests.sgmv_cases import make_case
+
+GPU = pytest.param("pallas_triton", marks=pytest.mark.gpu)
+IMPLEMENTATIONS = ["xla", "pallas_interpret", GPU]
+
+
+def test_numpy_proof_of_concept():
+    # The demonstration that the project started from, number for number.
+    rng = np.random.RandomState(42)
+    n, d, h, r = 64, 64, 32, 8
+    x, w = rng.randn(n, d), rng.randn(d, h)
+    a = np.stack([rng.randn(d, r) for _ in range(n)])
+    b = np.stack([rng.randn(r, h) for _ in range(n)])
+    expected = x @ w + np.einsum("nd,ndr,nrh->nh", x, a, b)
+    first = [5.833, 55.263, -20.852, 35.888, 11.676]
+    np.testing.assert_allclose(expected[0, :5], first, atol=5e-4)
+    np.testing.assert_allclose(expected.sum(), 286.1164, atol=5e-5)
+    y = pj.lora(
+        jnp.asarray(x @ w, jnp.float32),
+        jnp.asarray(x, jnp.float32),
+        jnp.asarray(a.swapaxes(1, 2), jnp.float32),
+        jnp.asarray(b.swapaxes(1, 2), jnp.float32),
+        jnp.arange(n, dtype=jnp.int32),
+    )
+    np.testing.assert_allclose(y, expected, atol=1e-4, rtol=1e-4)
+
+
+def dense(y, x, a, b, slots, weights):
+    """The op as one gather and two products a row."""
+    a = jnp.where((slots >= 0)[:, None, None], a[slots], 0.0)
+    v = jnp.einsum("nrd,nd->nr", a, x, precision="highest") * weights[:, None]
+    return y + jnp.einsum("nor,nr->no", b[slots], v, precision="highest")
+
+
+def gradient_inputs(rows=21, num_slots=3, rank=20, d_in=24, d_out=40):
+    rng = np.random.default_rng(7)
+    draw = functools.partial(rng.standard_normal, dtype=np.float32)
+    slots = rng.integers(-1, num_slots, rows).astype(np.int32)
+    arrays = (
+        draw((rows, d_out)),
+        draw((rows, d_in)),
+        draw((num_slots, rank, d_in)) / np.sqrt(d_in),
+        draw((num_slots, d_out, rank)) / np.sqrt(rank),
+        rng.random(rows).astype(np.float32),
+    )
+    return slots, tuple(map(jnp.asarray, arrays)), jnp.asarray(draw((rows, d_out)))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_gradients_against_dense(implementation):
+    slots, arrays, direction = gradient_inputs()
+
+    def loss(y, x, a, b, weights):
+        segments = segment_metadata(
+            jnp.asarray(slots), weights, num_slots=3, implementation=implementation
+        )
+        pool = pack_adapters(a, b)
+        out = lora(y, x, pool, segments, implementation=implementation)
+        return (jnp.sin(out) * direction).sum()
+
+    def dense_loss(y, x, a, b, weights):
+        return (jnp.sin(dense(y, x, a, b, slots, weights)) * direction).sum()
+
+    argnums = (0, 1, 2, 3, 4)
+    actual = jax.jit(jax.grad(loss, argnums))(*arrays)
+    expected = jax.grad(dense_loss, argnums)(*arrays)
+    for got, want in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_gradients_against_finite_differences():
+    slots, arrays, direction = gradient_inputs()
+    segments = segment_metadata(jnp.asarray(slots), num_slots=3)
+
+    def loss(y, x, a, b):
+        out = lora(y, x, pack_adapters(a, b), segments)
+        return (jnp.sin(out) * direction).sum()
+
+    check_grads(loss, arrays[:4], order=1, modes=("rev",), atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_gradients_of_modules_with_own_ranks(implementation):
+    # NaN in free pages and ranks that an adapter lacks must not reach a gradient.
+    case = make_case(rows=19, ranks=[[16, 40], [0, 5], [33, 0]])
+    slots = np.random.default_rng(8).integers(-1, 3, 19).astype(np.int32)
+
+    def loss(y, x, a, b):
+        pool = dataclasses.replace(case.pool, a=a, b=b)
+        segments = segment_metadata(
+            jnp.asarray(slots), num_slots=3, implementation=implementation
+        )
+        return (lora(y, x, pool, segments, implementation=implementation) ** 2).sum()
+
+    pool = case.pool
+    inputs = (jnp.asarray(case.y), jnp.asarray(case.x), pool.a, pool.b)
+    _, dx, da, db = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3)))(*inputs)
+    g = 2 * case.expected(slots).astype(np.float64)
+    dx_expected = np.zeros_like(case.x, np.float64)
+    for slot in range(3):
+        rows = np.flatnonzero(slots == slot)
+        start = 0
+        for c, (a, b) in enumerate(zip(case.a[slot], case.b[slot], strict=True)):
+            g_c = g[rows, start : start + b.shape[0]]
+            x = case.x[rows].astype(np.float64)
+            dx_expected[rows] += g_c @ b @ a
+            da_expected, db_expected = (g_c @ b).T @ x, g_c.T @ (x @ a.T)
+            for p in range(int(pool.num_pages[slot, c])):
+                page = int(pool.page_table[slot, p])
+                here = slice(16 * p, min(16 * p + 16, a.shape[0]))
+                size = here.stop - here.start
+                np.testing.assert_allclose(
+                    da[page, c, :size], da_expected[here], rtol=1e-3, atol=1e-4
+                )
+                np.testing.assert_allclose(
+                    db[page, start : start + b.shape[0], :size],
+                    db_expected[:, here],
+                    rtol=1e-3,
+                    atol=1e-4,
+                )
+            start += b.shape[0]
+    np.testing.assert_allclose(dx, dx_expected, rtol=1e-3, atol=1e-4)
+    assert np.isfinite(da).all() and np.isfinite(db).all()
+
+
+def test_shard_map_column_and_row_parallel():
+    # Punica's scheme: column-parallel splits B, row-parallel splits A and adds before
+    # the all-reduce; tests/conftest.py makes the CPU two devices.
+    mesh = jax.make_mesh((2,), ("tp",), axis_types=(jax.sharding.AxisType.Auto,))
+    rng = np.random.default_rng(9)
+    a = jnp.asarray(rng.standard_normal((3, 24, 32)), jnp.float32)
+    b = jnp.asarray(rng.standard_normal((3, 48, 24)), jnp.float32)
+    x = jnp.asarray(rng.standard_normal((10, 32)), jnp.float32)
+    y = jnp.asarray(rng.standard_normal((10, 48)), jnp.float32)
+    slots = jnp.asarray(rng.integers(-1, 3, 10), jnp.int32)
+    expected = pj.lora(y, x, a, b, slots)
+
+    column = jax.shard_map(
+        pj.lora,
+        mesh=mesh,
+        in_specs=(P(None, "tp"), P(), P(), P(None, "tp", None), P()),
+        out_specs=P(None, "tp"),
+    )
+    np.testing.assert_allclose(
+        jax.jit(column)(y, x, a, b, slots), expected, rtol=1e-5, atol=1e-4
+    )
+
+    def add_before_all_reduce(y, x, a, b, slots):
+        partial = pj.lora(jnp.zeros_like(y), x, a, b, slots)
+        return y + jax.lax.psum(partial, "tp")
+
+    row = jax.shard_map(
+        add_before_all_reduce,
+        mesh=mesh,
+        in_specs=(P(), P(None, "tp"), P(None, None, "tp"), P(), P()),
+        out_specs=P(),
+    )
+    np.testing.assert_allclose(
+        jax.jit(row)(y, x, a, b, slots), expected, rtol=1e-5, atol=1e-4
+    )
+
+
+def test_inside_another_jit_vmap_free_scan():
+    a, b = jnp.ones((2, 4, 8)), jnp.ones((2, 16, 4))
+    x, y = jnp.ones((3, 8)), jnp.zeros((3, 16))
+    slots = jnp.asarray([0, -1, 1], jnp.int32)
+
+    @jax.jit
+    def outer(y):
+        inner = jax.jit(pj.lora)
+        return jax.lax.fori_loop(0, 3, lambda _, y: inner(y, x, a, b, slots), y)
+
+    expected = np.repeat([[96.0], [0.0], [96.0]], 16, axis=1)
+    np.testing.assert_allclose(outer(y), expected)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"x": (5, 16)}, r"x must be \[rows, width\] = \(4, 16\).* got \(5, 16\)"),
+        ({"x": (4, 24)}, r"x must be .* = \(4, 16\)"),
+        ({"y": (4, 16)}, r"y must be .* = \(4, 8\).* got \(4, 16\)"),
+        ({"b": (2, 8, 5)}, r"a must be \[slots, rank, d_in\] and b .* \(2, 8, 5\)"),
+        ({"a": (2, 4, 12), "x": (4, 12)}, "d_in must be a multiple of 8 .* got 12"),
+        ({"b": (2, 12, 4), "y": (4, 12)}, "d_out must be a multiple of 8 .* got 12"),
+        ({"a": (2, 0, 16), "b": (2, 8, 0)}, r"rank must be at least 1"),
+    ],
+)
+def test_bad_shapes(change, message):
+    shapes = {"y": (4, 8), "x": (4, 16), "a": (2, 4, 16), "b": (2, 8, 4)} | change
+    arrays = {name: jnp.zeros(shape) for name, shape in shapes.items()}
+    with pytest.raises(ValueError, match=message):
+        pj.lora(**arrays, slots=jnp.zeros((4,), jnp.int32))
+
+
+def test_bad_dtypes_and_slots():
+    y, x = jnp.zeros((4, 8)), jnp.zeros((4, 16), jnp.bfloat16)
+    a, b = jnp.zeros((2, 4, 16)), jnp.zeros((2, 8, 4))
+    slots = jnp.zeros((4,), jnp.int32)
+    with pytest.raises(ValueError, match="x, A and B must have one dtype, got x bfl"):
+        pj.lora(y, x, a, b, slots)
+    segments = segment_metadata(slots, num_slots=3)
+    with pytest.raises(ValueError, match="made for 3 slots, the pool has 2"):
+        lora(y, x.astype(jnp.float32), pack_adapters(a, b), segments)
+    half = jnp.float64 if jax.config.jax_enable_x64 else jnp.int32
+    with pytest.raises(ValueError, match="float32, bfloat16 or float16"):
+        pj.lora(*(t.astype(half) for t in (y, x, a, b)), slots)

@@ -1,0 +1,204 @@
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from punica_jax.pallas_kernels import expand, lora, segment_metadata, shrink
+from punica_jax.pallas_kernels.shapes import (
+    POPULARITIES,
+    TEST_DTYPES,
+    TEST_RANKS,
+    TEST_ROWS,
+)
+from tests.sgmv_cases import TOLERANCE, make_case, slots_of
+
+GPU = pytest.param("pallas_triton", marks=pytest.mark.gpu)
+IMPLEMENTATIONS = ["xla", "pallas_interpret", GPU]
+
+
+@functools.partial(jax.jit, static_argnames=("implementation", "block_rows"))
+def apply(y, x, pool, slots, weights=None, *, implementation, block_rows=16):
+    segments = segment_metadata(
+        slots,
+        weights,
+        num_slots=pool.num_slots,
+        block_rows=block_rows,
+        implementation=implementation,
+    )
+    return lora(y, x, pool, segments, implementation=implementation)
+
+
+def run_case(case, slots, implementation, **options):
+    return np.asarray(
+        apply(
+            jnp.asarray(case.y),
+            jnp.asarray(case.x),
+            case.pool,
+            jnp.asarray(slots),
+            implementation=implementation,
+            **options,
+        )
+    )
+
+
+def assert_near(actual, expected, dtype):
+    assert actual.dtype == expected.dtype
+    np.testing.assert_allclose(
+        actual.astype(np.float32), expected.astype(np.float32), **TOLERANCE[dtype]
+    )
+
+
+def check_popularities(dtype, rank, rows, implementation):
+    num_slots = max(rows, 2)
+    ranks = [[rank, rank]] * num_slots
+    case = make_case(rows=rows, ranks=ranks, dtype=dtype, seed=rank * rows)
+    rng = np.random.default_rng(rows)
+    for popularity in POPULARITIES:
+        for num_idle in {0, rows // 3, rows}:
+            slots = slots_of(
+                popularity, rows, num_slots=num_slots, num_idle=num_idle, rng=rng
+            )
+            actual = run_case(case, slots, implementation)
+            assert_near(actual, case.expected(slots), dtype)
+            idle = slots < 0
+            np.testing.assert_array_equal(actual[idle], case.y[idle])
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    ("dtype", "rank", "rows"),
+    [
+        ("float32", 16, 1),
+        ("float32", 1, 7),
+        ("float32", 24, 33),
+        ("bfloat16", 8, 10),
+        ("bfloat16", 64, 32),
+        ("float16", 16, 3),
+        ("float16", 96, 16),
+        ("bfloat16", 16, 133),
+    ],
+)
+def test_against_oracle(dtype, rank, rows, implementation):
+    check_popularities(dtype, rank, rows, implementation)
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("implementation", ["xla", "pallas_interpret"])
+@pytest.mark.parametrize("dtype", TEST_DTYPES)
+@pytest.mark.parametrize("rank", TEST_RANKS)
+@pytest.mark.parametrize("rows", TEST_ROWS)
+def test_full_grid(dtype, rank, rows, implementation):
+    check_popularities(dtype, rank, rows, implementation)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", TEST_DTYPES)
+@pytest.mark.parametrize("rank", TEST_RANKS)
+@pytest.mark.parametrize("rows", TEST_ROWS)
+def test_full_grid_gpu(dtype, rank, rows):
+    check_popularities(dtype, rank, rows, "pallas_triton")
+
+
+MIXED_RANKS = [[16, 4], [1, 33], [0, 17], [40, 0], [64, 64], [0, 0], [7, 128]]
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_mixed_ranks(dtype, implementation):
+    # Every slot has its own ranks, one module may be absent, free pages are NaN.
+    case = make_case(rows=37, ranks=MIXED_RANKS, dtype=dtype)
+    slots = np.random.default_rng(0).integers(-1, len(MIXED_RANKS), 37).astype(np.int32)
+    assert_near(run_case(case, slots, implementation), case.expected(slots), dtype)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_row_is_bitwise_the_same_alone_and_among_others(implementation):
+    for dtype in ("float32", "bfloat16"):
+        case = make_case(rows=48, ranks=MIXED_RANKS, dtype=dtype, d_in=264)
+        slots = np.random.default_rng(1).integers(0, 7, 48).astype(np.int32)
+        slots[20:44] = 4  # a segment of more than one tile
+        together = run_case(case, slots, implementation)
+        for block_rows in (32, 64):
+            wide = run_case(case, slots, implementation, block_rows=block_rows)
+            np.testing.assert_array_equal(wide, together)
+        for row in (0, 5, 21, 43, 47):
+            alone = apply(
+                jnp.asarray(case.y[row : row + 1]),
+                jnp.asarray(case.x[row : row + 1]),
+                case.pool,
+                jnp.asarray(slots[row : row + 1]),
+                implementation=implementation,
+            )
+            np.testing.assert_array_equal(np.asarray(alone)[0], together[row])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("d_in", "d_outs"), [(4096, (4096, 1024, 1024)), (8, (8,))])
+@pytest.mark.parametrize("rows", [1, 33, 1024, 8192])
+def test_large_gpu(d_in, d_outs, rows):
+    ranks = [[r] * len(d_outs) for r in (16, 8, 64, 5)]
+    case = make_case(rows=rows, ranks=ranks, dtype="bfloat16", d_in=d_in, d_outs=d_outs)
+    slots = np.random.default_rng(2).integers(-1, 4, rows).astype(np.int32)
+    for block_rows in (16, 64):
+        actual = run_case(case, slots, "pallas_triton", block_rows=block_rows)
+        assert_near(actual, case.expected(slots), "bfloat16")
+
+
+@pytest.mark.parametrize("implementation", ["xla", GPU])
+def test_many_rows(implementation):
+    # 8192 rows of d_in = d_out = 8, rank 512.
+    case = make_case(rows=8192, ranks=[[512], [3]], d_in=8, d_outs=(8,))
+    slots = np.random.default_rng(3).integers(-1, 2, 8192).astype(np.int32)
+    actual = run_case(case, slots, implementation)
+    np.testing.assert_allclose(actual, case.expected(slots), rtol=1e-5, atol=3e-5)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_weights_and_several_adapters_a_row(implementation):
+    case = make_case(rows=9, ranks=[[16, 8], [4, 20], [32, 32]])
+    rng = np.random.default_rng(4)
+    slots = rng.integers(-1, 3, (9, 2)).astype(np.int32)
+    weights = rng.random((9, 2)).astype(np.float32)
+    actual = run_case(case, slots, implementation, weights=jnp.asarray(weights))
+    case.y = case.expected(slots[:, 0], weights[:, 0])
+    assert_near(actual, case.expected(slots[:, 1], weights[:, 1]), "float32")
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_expand_scale_bias_residual(implementation):
+    case = make_case(rows=35, ranks=[[16, 8], [4, 20], [0, 0]])
+    rng = np.random.default_rng(5)
+    slots = rng.integers(-1, 3, 35).astype(np.int32)
+    d_out = case.pool.d_out
+    scale, bias = rng.standard_normal((2, 3, d_out)).astype(np.float32)
+    residual = rng.standard_normal((35, d_out)).astype(np.float32)
+
+    @functools.partial(jax.jit, static_argnames="names")
+    def run(names):
+        segments = segment_metadata(
+            jnp.asarray(slots), num_slots=3, implementation=implementation
+        )
+        options = {"scale": scale, "bias": bias, "residual": residual}
+        options = {name: jnp.asarray(options[name]) for name in names}
+        x, y = jnp.asarray(case.x), jnp.asarray(case.y)
+        v = shrink(x, case.pool, segments, implementation=implementation)
+        return expand(
+            y, v, case.pool, segments, implementation=implementation, **options
+        )
+
+    busy = (slots >= 0)[:, None]
+    base = case.expected(slots)
+    scaled = np.where(busy, base * scale[slots], base)
+    expected = {
+        (): base,
+        ("residual",): base + residual,
+        ("scale",): scaled,
+        ("bias",): np.where(busy, base + bias[slots], base),
+        ("scale", "bias", "residual"): (
+            np.where(busy, scaled + bias[slots], scaled) + residual
+        ),
+    }
+    for names, value in expected.items():
+        np.testing.assert_allclose(run(names), value, rtol=1e-5, atol=2e-5)

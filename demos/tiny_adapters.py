@@ -16,10 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from punica_jax.models import MODULE_GROUPS, LlamaConfig, LoraPools, save_adapter
 from punica_jax.models._base_modules import BaseModule, base_modules
-from punica_jax.models._config import MODULE_GROUPS, LlamaConfig
-from punica_jax.models._lora import GroupPools, LoraPools
-from punica_jax.models._peft import save_adapter
+from punica_jax.models._lora import GroupPools
 from punica_jax.models._peft_config import PeftLoraConfig
 from punica_jax.pallas_kernels import RANK_PAGE
 
@@ -128,7 +127,9 @@ class AdapterSet:
         layout = self._layouts[module.group]
         num_pages = layout.num_pages[module.layer][slot, module.index]
         pages = layout.page_table[slot, :num_pages]
-        a, b = (np.asarray(array)[pages] for array in weights[module.group][module.layer])
+        a, b = (
+            np.asarray(array)[pages] for array in weights[module.group][module.layer]
+        )
         start = sum(self._config.d_outs(module.group)[: module.index])
         b = b[:, start : start + module.d_out]
         return (

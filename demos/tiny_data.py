@@ -131,7 +131,7 @@ def build_tokenizer() -> Tokenizer:
 def write_text_files(path: Path) -> None:
     """Write tokenizer.json, tokenizer_config.json and generation_config.json."""
     build_tokenizer().save(str(path / "tokenizer.json"))
-    _write_json(
+    write_json(
         path / "tokenizer_config.json",
         {
             "tokenizer_class": "PreTrainedTokenizerFast",
@@ -142,13 +142,13 @@ def write_text_files(path: Path) -> None:
             "model_max_length": MAX_MODEL_LEN,
         },
     )
-    _write_json(
+    write_json(
         path / "generation_config.json",
         {"bos_token_id": BOS_ID, "eos_token_id": EOS_ID, "do_sample": False},
     )
 
 
-def _write_json(file: Path, fields: dict[str, object]) -> None:
+def write_json(file: Path, fields: dict[str, object]) -> None:
     file.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
 
 

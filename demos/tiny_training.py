@@ -24,7 +24,8 @@ from jaxtyping import Float, Int
 from demos.tiny_data import Examples
 
 # `logits_of(weights, tokens i32[seqs, seq_len], slots i32[seqs])`
-# -> `f32[seqs, seq_len, vocab]`.
+# -> `f32[seqs, seq_len, vocab]`. A `jax.tree_util.Partial`, so that arrays it binds
+# (the weights that do not train) are arguments of the compiled programs.
 LogitsOf = Callable[[Any, Array, Array], Array]
 
 
@@ -102,9 +103,7 @@ def train(
         optax.add_decayed_weights(schedule.weight_decay, mask=_is_matrix),
     )
     state = optimizer.init(weights)
-    run = jax.jit(
-        functools.partial(_run_steps, logits_of, optimizer), donate_argnums=(0, 1)
-    )
+    run = jax.jit(functools.partial(_run_steps, optimizer), donate_argnums=(1, 2))
     data = _to_device(examples)
     start_s = time.monotonic()
 
@@ -112,7 +111,7 @@ def train(
         shape = (len(rates), schedule.batch_size)
         index = jnp.asarray(rng.integers(0, len(examples), shape), jnp.int32)
         lr = jnp.asarray(rates, jnp.float32)
-        weights, state, losses = run(weights, state, data, index, lr)
+        weights, state, losses = run(logits_of, weights, state, data, index, lr)
         accuracy = exact_match(logits_of, weights, validation, schedule.batch_size)
         rows = [f"{n} {a:.3f}" for n, a in zip(kind_names, accuracy, strict=True)]
         print(
@@ -143,22 +142,16 @@ def exact_match(
     after every beginning of the answer, the likeliest token is the answer's next.
     """
     right = []
-    match = _jit_matches(logits_of)
     for first in range(0, len(examples), batch_size):
         index = np.arange(first, first + batch_size)
         part = examples.select(np.minimum(index, len(examples) - 1))
-        right.append(np.asarray(match(weights, *_to_device(part))))
+        right.append(np.asarray(_matches(logits_of, weights, *_to_device(part))))
     hits = np.concatenate(right)[: len(examples)]
     kinds = np.unique(examples.kinds)
     return [float(hits[examples.kinds == kind].mean()) for kind in kinds]
 
 
-@functools.cache
-def _jit_matches(logits_of: LogitsOf):
-    return jax.jit(functools.partial(_matches, logits_of))
-
-
-def _run_steps(logits_of, optimizer, weights, state, data, index, lr):
+def _run_steps(optimizer, logits_of, weights, state, data, index, lr):
     """Run one optimiser step for each row of `index i32[steps, batch_size]`."""
 
     def step(carry, now):
@@ -182,6 +175,7 @@ def _loss(logits_of, weights, tokens, starts, ends, slots):
     return jnp.where(counts, loss, 0.0).sum() / counts.sum()
 
 
+@jax.jit
 def _matches(logits_of, weights, tokens, starts, ends, slots):
     logits, targets, counts = _predict(logits_of, weights, tokens, starts, ends, slots)
     return ((logits.argmax(-1) == targets) | ~counts).all(axis=1)
@@ -199,8 +193,9 @@ def _predict(
     tokens = tokens.astype(jnp.int32)
     logits = logits_of(weights, tokens, slots.astype(jnp.int32))
     targets = jnp.roll(tokens, -1, axis=1)
-    place = jnp.arange(1, tokens.shape[1] + 1)[None, :]
-    return logits, targets, (place >= starts[:, None]) & (place < ends[:, None])
+    place = jnp.arange(1, tokens.shape[1] + 1, dtype=jnp.int32)[None, :]
+    starts, ends = (edge.astype(jnp.int32)[:, None] for edge in (starts, ends))
+    return logits, targets, (place >= starts) & (place < ends)
 
 
 def _to_device(examples: Examples) -> list[Array]:

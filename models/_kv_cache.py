@@ -13,7 +13,7 @@ from jax import Array
 from jaxtyping import Float, Int32
 
 from punica_jax.models._config import LlamaConfig
-from punica_jax.pallas_kernels import paged_attention
+from punica_jax.pallas_kernels._paged_attention import paged_attention
 
 
 @jax.tree_util.register_dataclass

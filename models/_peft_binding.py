@@ -103,8 +103,8 @@ def _sort_names(
         setattr(halves, half, name)
     if foreign:
         raise AdapterError(
-            f"{len(foreign)} tensors fit no module of the base model, which has layers "
-            f"0 to {config.num_layers - 1} with LoRA on "
+            "these tensors fit no module of the base model, which has layers 0 to "
+            f"{config.num_layers - 1} with LoRA on "
             f"{', '.join(dict.fromkeys(m.name for m in modules.values()))}: "
             f"{listed(foreign)}. Was the adapter made for another base?"
         )
@@ -130,13 +130,13 @@ def _check_complete(found: Mapping[str, _Halves], promised: set[str]) -> None:
         )
     if lacking := sorted(promised - found.keys(), key=_natural):
         raise AdapterError(
-            f"adapter_config.json names {len(lacking)} modules whose tensors the file "
-            f"lacks: {listed(lacking)}"
+            "adapter_config.json names modules whose tensors the file lacks: "
+            f"{listed(lacking)}"
         )
     if extra := sorted(found.keys() - promised, key=_natural):
         raise AdapterError(
-            f"the file holds tensors for {len(extra)} modules that adapter_config.json "
-            f"does not name in target_modules: {listed(extra)}"
+            "the file holds tensors for modules that adapter_config.json does not name "
+            f"in target_modules: {listed(extra)}"
         )
 
 
@@ -154,7 +154,7 @@ def _check_shapes(
         ]
     if wrong:
         raise AdapterError(
-            f"{len(wrong)} tensors have the wrong shape; the rank is what r and "
+            "these tensors have the wrong shape; the rank is what r and "
             "rank_pattern of adapter_config.json say, the other side is the base's: "
             f"{listed(wrong, separator='; ')}"
         )

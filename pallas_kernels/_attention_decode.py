@@ -32,12 +32,15 @@ class DecodeConfig:
     Attributes:
       block_kv: tokens an iteration, a power of two, at least 16.
       splits: parts that each sequence's tokens are cut into, a power of two.
+      tensor_cores: multiply by tensor cores, whose 16 rows the query heads of a kv
+        head fill or pad. False takes a single head alone, without padding.
       num_warps: warps of a program.
-      num_stages: iterations whose loads overlap (grouped heads only).
+      num_stages: iterations whose loads overlap (with tensor cores only).
     """
 
     block_kv: int
     splits: int
+    tensor_cores: bool
     num_warps: int = 4
     num_stages: int = 2
 
@@ -65,6 +68,7 @@ def default_config(
     return DecodeConfig(
         block_kv=block_kv,
         splits=_num_splits(seqs * kv_heads, pl.cdiv(max_kv_len, block_kv)),
+        tensor_cores=group > 1,
     )
 
 
@@ -102,6 +106,7 @@ def decode_attention(
             itemsize=k_pages.dtype.itemsize,
             max_kv_len=pages_per_seq * page_size,
         )
+    assert config.tensor_cores or heads == kv_heads
     # A slot is a sequence, and beyond those whatever padding rows are left.
     slots, splits = max(rows, seqs), config.splits
     out_shape = jax.ShapeDtypeStruct(q.shape, q.dtype)
@@ -152,8 +157,8 @@ def _decode_kernel(
     table_ref,  # i32[seqs, pages_per_seq]
     bounds_ref,  # i32[seqs + 1]
     lens_ref,  # i32[seqs]
-    out_ref,  # [rows, heads, head_dim], or of splits f32[slots, splits, heads, ...]
-    *stats_refs,  # of splits, f32[slots, splits, heads]: maximum, total
+    out_ref,  # [rows, heads, head_dim], or f32[slots * splits, heads, head_dim]
+    *stats_refs,  # of splits, f32[slots * splits, heads]: maximum, total
     scale: float,
     config: DecodeConfig,
 ):
@@ -172,35 +177,42 @@ def _decode_kernel(
     lower = split * blocks_per_split
     upper = jnp.minimum(lower + blocks_per_split, blocks)
 
-    # One head needs no tensor core, whose 16 rows would be 15 of padding.
-    single = group == 1
-    lane = jnp.arange(1 if single else padded(group), dtype=jnp.int32)
+    num_lanes = padded(group) if config.tensor_cores else 1
+    lane = jnp.arange(num_lanes, dtype=jnp.int32)
     head = kv_head * group + lane
     q = load_rows(q_ref, row, head, (lane < group) & (row < rows))
 
-    def body(block, state):
+    page_ids_at = functools.partial(
+        load_page_ids,
+        table_ref,
+        seq,
+        end=kv_len,
+        block_kv=block_kv,
+        page_size=page_size,
+    )
+
+    def body(block, carry):
+        # Loaded an iteration ahead: an address that waits for a load cannot be
+        # prefetched by the compiler.
+        page_ids, state = carry
         start = block * block_kv
-        page_ids = load_page_ids(
-            table_ref, seq, start, kv_len, block_kv=block_kv, page_size=page_size
-        )
         k = load_kv(k_ref, page_ids, kv_head, start, kv_len, block_kv=block_kv)
         v = load_kv(v_ref, page_ids, kv_head, start, kv_len, block_kv=block_kv)
         seen = start + jnp.arange(block_kv, dtype=jnp.int32) < kv_len
-        step = _attend_lanes if single else _attend_rows
-        return step(q, k, v, seen, scale * math.log2(math.e), state)
+        step = _attend_rows if config.tensor_cores else _attend_places
+        state = step(q, k, v, seen, scale * math.log2(math.e), state)
+        return page_ids_at(start + block_kv), state
 
-    num_sums = block_kv if single else padded(group)
-    state = jax.lax.fori_loop(
-        lower,
-        upper,
-        body,
-        (
-            jnp.full((num_sums,), _LOWEST, jnp.float32),
-            jnp.zeros((num_sums,), jnp.float32),
-            jnp.zeros((num_sums, q.shape[1]), jnp.float32),
-        ),
+    num_sums = num_lanes if config.tensor_cores else block_kv
+    state = (
+        jnp.full((num_sums,), _LOWEST, jnp.float32),
+        jnp.zeros((num_sums,), jnp.float32),
+        jnp.zeros((num_sums, q.shape[1]), jnp.float32),
     )
-    top, total, acc = _merge_lanes(state) if single else state
+    _, state = jax.lax.fori_loop(
+        lower, upper, body, (page_ids_at(lower * block_kv), state)
+    )
+    top, total, acc = state if config.tensor_cores else _merge_places(state)
     if not stats_refs:
         acc = acc / jnp.where(total > 0, total, 1.0)[:, None]
         store_rows(out_ref, row, head, (lane < group) & (row < rows), acc)
@@ -222,15 +234,15 @@ def _attend_rows(
 ) -> tuple[Array, Array, Array]:
     """Add a tile to each row's running maximum, total and sums (in base 2)."""
     top, total, acc = state
-    scores = jnp.where(seen[None, :], dot(q, k, trans_b=True) * scale, -jnp.inf)
-    new_top = jnp.maximum(top, scores.max(axis=1))
-    weights = jnp.exp2(scores - new_top[:, None])
+    scores = jnp.where(seen[None, :], dot(q, k, trans_b=True), -jnp.inf)
+    new_top = jnp.maximum(top, scores.max(axis=1) * scale)
+    weights = jnp.exp2(scores * scale - new_top[:, None])
     decay = jnp.exp2(top - new_top)
     acc = acc * decay[:, None] + dot(weights.astype(v.dtype), v)
     return new_top, total * decay + weights.sum(axis=1), acc
 
 
-def _attend_lanes(
+def _attend_places(
     q: Array,  # [1, lanes]
     k: Array,  # [block_kv, lanes]
     v: Array,  # [block_kv, lanes]
@@ -252,7 +264,7 @@ def _attend_lanes(
     return new_top, total * decay + weights, acc
 
 
-def _merge_lanes(
+def _merge_places(
     state: tuple[Array, Array, Array],  # f32[block_kv] twice, f32[block_kv, lanes]
 ) -> tuple[Array, Array, Array]:  # f32[1] twice, f32[1, lanes]
     tops, totals, acc = state

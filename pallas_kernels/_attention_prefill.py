@@ -199,32 +199,37 @@ def _attend_tile(
     blocks = pl.cdiv(end, block_kv)
     whole = jnp.clip(lax.div(before + 1, jnp.int32(block_kv)), 0, blocks)
 
+    page_ids_at = functools.partial(
+        load_page_ids, table_ref, seq, end=end, block_kv=block_kv, page_size=page_size
+    )
+
     def body(block, state, *, limit):
+        # Loaded an iteration ahead: an address that waits for a load cannot be
+        # prefetched by the compiler.
+        page_ids, top, total, acc = state
         start = block * block_kv
-        top, total, acc = state
-        page_ids = load_page_ids(
-            table_ref, seq, start, end, block_kv=block_kv, page_size=page_size
-        )
         k = load_kv(k_ref, page_ids, kv_head, start, limit, block_kv=block_kv)
         v = load_kv(v_ref, page_ids, kv_head, start, limit, block_kv=block_kv)
-        scores = dot(q, k, trans_b=True) * scale
+        scores = dot(q, k, trans_b=True)
         if limit is not None:
             token = start + jnp.arange(block_kv, dtype=jnp.int32)
             seen = token[None, :] <= (before + row)[:, None]
             scores = jnp.where(seen & (token < end)[None, :], scores, -jnp.inf)
-        new_top = jnp.maximum(top, scores.max(axis=1))
-        weights = jnp.exp2(scores - new_top[:, None])
+        new_top = jnp.maximum(top, scores.max(axis=1) * scale)
+        weights = jnp.exp2(scores * scale - new_top[:, None])
         decay = jnp.exp2(top - new_top)
         acc = acc * decay[:, None] + dot(weights.astype(v.dtype), v)
-        return new_top, total * decay + weights.sum(axis=1), acc
+        total = total * decay + weights.sum(axis=1)
+        return page_ids_at(start + block_kv), new_top, total, acc
 
     state = (
+        page_ids_at(jnp.int32(0)),
         jnp.full(lane.shape, _LOWEST, jnp.float32),
         jnp.zeros(lane.shape, jnp.float32),
         jnp.zeros(q.shape, jnp.float32),
     )
     state = lax.fori_loop(0, whole, functools.partial(body, limit=None), state)
     state = lax.fori_loop(whole, blocks, functools.partial(body, limit=end), state)
-    _, total, acc = state
+    _, _, total, acc = state
     out = acc / jnp.where(total > 0, total, 1.0)[:, None]
     store_rows(out_ref, first + row, head, mask, out)

@@ -55,8 +55,8 @@ def load_page_ids(
     table_ref,  # i32[seqs, pages_per_seq]
     seq: Array,  # i32[]
     start: Array,  # i32[]
-    end: Array,  # i32[]
     *,
+    end: Array,  # i32[]
     block_kv: int,
     page_size: int,
 ) -> Array:

@@ -4,6 +4,7 @@ Checks its arguments and picks the form and the implementation; knows nothing of
 fills the cache or hands out its pages.
 """
 
+import math
 import typing
 
 import jax.numpy as jnp
@@ -59,7 +60,7 @@ def paged_attention(
         `pages_per_seq * page_size`. Anything for a sequence without rows.
       max_query_len: most rows that any sequence has (static). 1 chooses the decode
         form, which splits a sequence's tokens over programs.
-      scale: factor of the products, `head_dim ** -0.5` by default (static).
+      scale: factor of the products, positive, `head_dim ** -0.5` by default (static).
       implementation: `"pallas_triton"`, `"pallas_interpret"`, `"xla"`, or None to
         choose by device.
 
@@ -72,6 +73,8 @@ def paged_attention(
     """
     _check(q, k_pages, v_pages, page_table, bounds, kv_lens, max_query_len)
     scale = q.shape[2] ** -0.5 if scale is None else float(scale)
+    if not 0 < scale < math.inf:
+        raise ValueError(f"scale must be positive and finite, got {scale}")
     operands = (q, k_pages, v_pages, page_table, bounds, kv_lens)
     implementation = resolve(implementation)
     if implementation == "xla":

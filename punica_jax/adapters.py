@@ -136,7 +136,11 @@ class AdapterTable(Mapping[str, LoadedAdapter]):
 
     def can_allocate(self, name: str, num_pages: Mapping[str, int], rank: int) -> bool:
         """Tell whether `allocate` with these arguments would succeed."""
-        return self._why_not(name, num_pages, rank) is None
+        return (
+            bool(name)
+            and name not in self._pending
+            and self._why_not(name, num_pages, rank) is None
+        )
 
     def allocate(self, name: str, num_pages: Mapping[str, int], rank: int) -> Placement:
         """Reserve a slot and pages; nothing is visible before `publish`.

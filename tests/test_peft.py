@@ -359,7 +359,7 @@ def test_broken_fields(tmp_path, fields, text):
 
 def test_rank_of_a_tensor_must_be_the_configured_one(tmp_path):
     text = refusal(write_peft(tmp_path, r=8))
-    assert text.startswith("12 tensors have the wrong shape")
+    assert text.startswith("these tensors have the wrong shape")
     assert f"{Q0_A}: expected [8, 24] (rank 8), got [4, 24]; " in text
     assert f"{Q0_B}: expected [32, 8] (rank 8), got [32, 4]; " in text
     assert text.endswith(" and 4 more")
@@ -367,7 +367,7 @@ def test_rank_of_a_tensor_must_be_the_configured_one(tmp_path):
 
 def test_rank_pattern_says_the_rank(tmp_path):
     text = refusal(write_peft(tmp_path, rank_pattern={"layers.1.*.v_proj": 2}))
-    assert text.startswith("2 tensors have the wrong shape")
+    assert text.startswith("these tensors have the wrong shape")
     assert "layers.1.self_attn.v_proj.lora_A.weight: expected [2, 24] (rank 2)" in text
 
 
@@ -376,7 +376,7 @@ def test_widths_of_another_base(tmp_path):
     tensors[Q0_B] = np.zeros((64, 4), np.float32)
     text = refusal(write_peft(tmp_path, tensors))
     assert text == (
-        "1 tensors have the wrong shape; the rank is what r and rank_pattern of "
+        "these tensors have the wrong shape; the rank is what r and rank_pattern of "
         "adapter_config.json say, the other side is the base's: "
         f"{Q0_B}: expected [32, 4] (rank 4), got [64, 4]"
     )
@@ -397,10 +397,10 @@ def test_widths_of_another_base(tmp_path):
 def test_tensors_of_another_base_are_named(tmp_path, name):
     tensors = peft_names(q_and_v()) | {name: np.zeros((4, 24), np.float32)}
     assert refusal(write_peft(tmp_path, tensors)) == (
-        "1 tensors fit no module of the base model, which has layers 0 to 2 with LoRA "
-        "on self_attn.q_proj, self_attn.k_proj, self_attn.v_proj, self_attn.o_proj, "
-        f"mlp.gate_proj, mlp.up_proj, mlp.down_proj: {name}. Was the adapter made for "
-        "another base?"
+        "these tensors fit no module of the base model, which has layers 0 to 2 with "
+        "LoRA on self_attn.q_proj, self_attn.k_proj, self_attn.v_proj, "
+        "self_attn.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj: "
+        f"{name}. Was the adapter made for another base?"
     )
 
 
@@ -408,7 +408,7 @@ def test_long_lists_are_capped(tmp_path):
     names = [Q0_A.replace("layers.0", f"layers.{n}") for n in range(10, 30)]
     tensors = {name: np.zeros((4, 24), np.float32) for name in names}
     text = refusal(write_peft(tmp_path, tensors))
-    assert text.startswith("20 tensors fit no module")
+    assert text.startswith("these tensors fit no module")
     assert f"{names[7]} and 12 more. Was" in text
     assert names[8] not in text
 
@@ -424,7 +424,7 @@ def test_half_a_lora(tmp_path):
 def test_modules_that_the_file_lacks(tmp_path):
     fields = {"target_modules": ["q_proj", "v_proj", "o_proj"]}
     assert refusal(write_peft(tmp_path, **fields)) == (
-        "adapter_config.json names 3 modules whose tensors the file lacks: "
+        "adapter_config.json names modules whose tensors the file lacks: "
         "model.layers.0.self_attn.o_proj, model.layers.1.self_attn.o_proj, "
         "model.layers.2.self_attn.o_proj"
     )
@@ -432,7 +432,7 @@ def test_modules_that_the_file_lacks(tmp_path):
 
 def test_modules_that_the_configuration_does_not_name(tmp_path):
     assert refusal(write_peft(tmp_path, layers_to_transform=[0, 1])) == (
-        "the file holds tensors for 2 modules that adapter_config.json does not name "
+        "the file holds tensors for modules that adapter_config.json does not name "
         "in target_modules: model.layers.2.self_attn.q_proj, "
         "model.layers.2.self_attn.v_proj"
     )
@@ -567,8 +567,16 @@ def test_transposed_views_are_saved_as_they_read(tmp_path):
         ({}, {}, "the adapter binds nothing: no tensors were given"),
         ({(3, Q): None}, {}, "the base model has no module (3, 'self_attn.q_proj')"),
         ({(0, Q): 4, (0, "q_proj"): 4}, {}, "module model.layers.0.self_attn.q_proj"),
-        ({(0, Q): 4}, {"r": 4, "rank_pattern": {"q_proj": 8}}, "2 tensors have the"),
-        ({(0, Q): 4}, {"target_modules": ["v_proj"]}, "adapter_config.json names 3"),
+        (
+            {(0, Q): 4},
+            {"r": 4, "rank_pattern": {"q_proj": 8}},
+            "these tensors have the",
+        ),
+        (
+            {(0, Q): 4},
+            {"target_modules": ["v_proj"]},
+            "adapter_config.json names modules",
+        ),
         ({(0, Q): 4}, {"use_dora": True}, "adapter_config.json asks for what is not"),
     ],
 )

@@ -1,0 +1,290 @@
+"""Device time of paged attention: `python -m benchmarks.attention [--sweep] [NAME...]`.
+
+Every launch reads other pages than the one before it (more than the 60 MB of L2 lie
+between two launches that share some), all launches of a measurement are enqueued
+before the first wait, and a figure is the median of many measurements. The gap between
+two launches is in it. Results are compared with the reference before anything is timed.
+"""
+
+import argparse
+import dataclasses
+import functools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from punica_jax.pallas_kernels import _attention_reference
+from punica_jax.pallas_kernels._attention_decode import (
+    DecodeConfig,
+    decode_attention,
+)
+from punica_jax.pallas_kernels._attention_decode import default_config as decode_config
+from punica_jax.pallas_kernels._attention_prefill import (
+    PrefillConfig,
+    prefill_attention,
+)
+from punica_jax.pallas_kernels._attention_prefill import (
+    default_config as prefill_config,
+)
+
+# Measured on one H200: a large copy, and a large bfloat16 product of random values.
+PEAK_BYTES_PER_S = 4.3e12
+PEAK_FLOPS_PER_S = 0.79e15
+COLD_BYTES = 256e6
+
+Operands = tuple[Array, ...]
+Config = DecodeConfig | PrefillConfig
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One shape. Each of `seqs` sequences has `query_len` rows and `kv_len` tokens."""
+
+    name: str
+    seqs: int
+    query_len: int
+    kv_len: int
+    heads: int = 32
+    kv_heads: int = 32
+    head_dim: int = 128
+    page_size: int = 64
+
+    @property
+    def rows(self) -> int:
+        return self.seqs * self.query_len
+
+    @property
+    def pages_per_seq(self) -> int:
+        return -(-self.kv_len // self.page_size)
+
+    @property
+    def num_bytes(self) -> int:
+        """Least traffic: each key, value, query and output once, in bfloat16."""
+        cache = 2 * self.seqs * self.kv_len * self.kv_heads
+        return 2 * self.head_dim * (cache + 2 * self.rows * self.heads)
+
+    @property
+    def num_flops(self) -> int:
+        seen = self.query_len * (2 * self.kv_len - self.query_len + 1) // 2
+        return 4 * self.head_dim * self.heads * self.seqs * seen
+
+    @property
+    def floor_s(self) -> float:
+        return max(self.num_bytes / PEAK_BYTES_PER_S, self.num_flops / PEAK_FLOPS_PER_S)
+
+
+CASES = (
+    Case(name="7b-1", seqs=1, query_len=1, kv_len=512),
+    Case(name="7b-8", seqs=8, query_len=1, kv_len=512),
+    Case(name="7b-32", seqs=32, query_len=1, kv_len=512),
+    Case(name="7b-64", seqs=64, query_len=1, kv_len=512),
+    Case(name="7b-128", seqs=128, query_len=1, kv_len=512),
+    Case(name="7b-32-ragged", seqs=32, query_len=1, kv_len=500),
+    Case(name="7b-1-4k", seqs=1, query_len=1, kv_len=4096),
+    Case(name="7b-16-4k", seqs=16, query_len=1, kv_len=4096),
+    Case(name="8b-1", seqs=1, query_len=1, kv_len=512, kv_heads=8),
+    Case(name="8b-8", seqs=8, query_len=1, kv_len=512, kv_heads=8),
+    Case(name="8b-32", seqs=32, query_len=1, kv_len=512, kv_heads=8),
+    Case(name="8b-128", seqs=128, query_len=1, kv_len=512, kv_heads=8),
+    Case(name="8b-1-4k", seqs=1, query_len=1, kv_len=4096, kv_heads=8),
+    Case(name="8b-32-4k", seqs=32, query_len=1, kv_len=4096, kv_heads=8),
+    Case(name="7b-prefill-2048", seqs=1, query_len=2048, kv_len=2048),
+    Case(name="7b-prefill-4x512", seqs=4, query_len=512, kv_len=512),
+    Case(name="8b-prefill-2048", seqs=1, query_len=2048, kv_len=2048, kv_heads=8),
+    Case(name="8b-prefill-4x512", seqs=4, query_len=512, kv_len=512, kv_heads=8),
+)
+
+
+def make_operands(case: Case, seed: int) -> Operands:
+    """Random bfloat16 operands; pages lie in the pool in a random order."""
+    pages = case.seqs * case.pages_per_seq
+    q_key, k_key, v_key = jax.random.split(jax.random.key(seed), 3)
+    shape = (pages, case.kv_heads, case.page_size, case.head_dim)
+    table = np.random.default_rng(seed).permutation(pages).astype(np.int32)
+    return (
+        jax.random.normal(q_key, (case.rows, case.heads, case.head_dim), jnp.bfloat16),
+        jax.random.normal(k_key, shape, jnp.bfloat16),
+        jax.random.normal(v_key, shape, jnp.bfloat16),
+        jnp.asarray(table.reshape(case.seqs, case.pages_per_seq)),
+        jnp.arange(case.seqs + 1, dtype=jnp.int32) * case.query_len,
+        jnp.full((case.seqs,), case.kv_len, jnp.int32),
+    )
+
+
+def default_config(case: Case) -> Config:
+    group = case.heads // case.kv_heads
+    if case.query_len > 1:
+        return prefill_config(
+            group=group,
+            head_dim=case.head_dim,
+            itemsize=2,
+            max_query_len=case.query_len,
+        )
+    return decode_config(
+        seqs=case.seqs,
+        kv_heads=case.kv_heads,
+        group=group,
+        head_dim=case.head_dim,
+        itemsize=2,
+        max_kv_len=case.pages_per_seq * case.page_size,
+    )
+
+
+def sweep_configs(case: Case) -> list[Config]:
+    """Configurations worth trying; the default comes first."""
+    configs: list[Config] = [default_config(case)]
+    if case.query_len > 1:
+        group = case.heads // case.kv_heads
+        for tile_rows, block_kv, num_warps, num_stages in (
+            (128, 64, 8, 2),
+            (128, 64, 8, 3),
+            (128, 64, 4, 3),
+            (128, 128, 8, 2),
+            (64, 64, 4, 2),
+            (64, 64, 4, 3),
+            (64, 128, 4, 2),
+            (64, 32, 4, 3),
+        ):
+            configs.append(
+                PrefillConfig(
+                    block_rows=tile_rows // group,
+                    block_kv=block_kv,
+                    num_warps=num_warps,
+                    num_stages=num_stages,
+                )
+            )
+        return configs
+    blocks = case.seqs * case.kv_heads * case.pages_per_seq
+    splits = [n for n in (1, 2, 4, 8, 16, 32) if n <= case.pages_per_seq]
+    # Fewer programs than this leave the device idle, more only add to the combine.
+    splits = [n for n in splits if 256 <= case.seqs * case.kv_heads * n <= 2048]
+    splits = splits or ([1] if blocks >= 2048 else [case.pages_per_seq])
+    forms = [(True, (64, 4, 2)), (True, (64, 4, 3)), (True, (64, 2, 3))]
+    forms += [(True, (32, 2, 3)), (True, (128, 4, 2))]
+    if case.heads == case.kv_heads:
+        forms = [forms[0], forms[1], (False, (64, 4, 1)), (False, (64, 8, 1))]
+        forms += [(False, (32, 4, 1)), (False, (32, 2, 1)), (False, (16, 1, 1))]
+    for num_splits in splits:
+        for tensor_cores, (block_kv, num_warps, num_stages) in forms:
+            configs.append(
+                DecodeConfig(
+                    block_kv=block_kv,
+                    splits=num_splits,
+                    tensor_cores=tensor_cores,
+                    num_warps=num_warps,
+                    num_stages=num_stages,
+                )
+            )
+    return configs
+
+
+def attend(case: Case, config: Config, operands: Operands) -> Array:
+    scale = case.head_dim**-0.5
+    if isinstance(config, DecodeConfig):
+        return decode_attention(*operands, scale=scale, config=config)
+    return prefill_attention(
+        *operands, max_query_len=case.query_len, scale=scale, config=config
+    )
+
+
+def check(case: Case, config: Config, operands: Operands) -> float:
+    """Return the relative error (2-norm) against the reference."""
+    got = jax.jit(functools.partial(attend, case, config))(operands)
+    reference = functools.partial(
+        _attention_reference.paged_attention, max_query_len=case.query_len
+    )
+    expected = jax.jit(reference)(*operands).astype(jnp.float32)
+    error = jnp.linalg.norm((got.astype(jnp.float32) - expected).ravel())
+    return float(error / jnp.linalg.norm(expected.ravel()))
+
+
+def compile_step(
+    case: Case, config: Config, sets: Sequence[Operands]
+) -> Callable[[Sequence[Operands]], list[Array]]:
+    def step(sets: Sequence[Operands]) -> list[Array]:
+        return [attend(case, config, operands) for operands in sets]
+
+    return jax.jit(step).lower(sets).compile()
+
+
+def measure(
+    step: Callable[[Sequence[Operands]], list[Array]],
+    sets: Sequence[Operands],
+    *,
+    num_repeats: int = 15,
+) -> float:
+    """Return the median seconds of one launch."""
+    jax.block_until_ready(step(sets))
+    num_calls = max(2, 64 // len(sets))
+    times_s = []
+    for _ in range(num_repeats):
+        start = time.perf_counter()
+        outs = [step(sets) for _ in range(num_calls)]
+        jax.block_until_ready(outs)
+        times_s.append(time.perf_counter() - start)
+    return statistics.median(times_s) / (num_calls * len(sets))
+
+
+def report(case: Case, config: Config, seconds: float, note: str) -> None:
+    print(
+        f"{case.name:18s} {seconds * 1e6:8.1f} us {case.num_bytes / 1e6:8.1f} MB "
+        f"{case.num_bytes / seconds / 1e12:5.2f} TB/s "
+        f"{case.num_flops / seconds / 1e12:6.1f} TFLOP/s "
+        f"{seconds / case.floor_s:5.2f}x floor  {note}  {describe(config)}",
+        flush=True,
+    )
+
+
+def describe(config: Config) -> str:
+    fields = dataclasses.asdict(config)
+    return " ".join(f"{name}={int(value)}" for name, value in fields.items())
+
+
+def run_case(case: Case, *, sweep: bool) -> None:
+    num_sets = int(min(16, max(2, -(-COLD_BYTES // case.num_bytes))))
+    sets = [make_operands(case, seed) for seed in range(num_sets)]
+    configs = sweep_configs(case) if sweep else [default_config(case)]
+    error = check(case, configs[0], sets[0])
+    if not error < 1e-2:
+        raise SystemExit(f"{case.name}: relative error {error:.1e}")
+    with ThreadPoolExecutor(8) as pool:
+        steps = list(pool.map(lambda c: try_compile(case, c, sets), configs))
+    for index, (config, step) in enumerate(zip(configs, steps, strict=True)):
+        if isinstance(step, Exception):
+            print(f"{case.name:18s} failed: {describe(config)}: {str(step)[:80]!r}")
+            continue
+        note = f"error {error:.0e}" if index == 0 else "           "
+        report(case, config, measure(step, sets), note)
+
+
+def try_compile(case: Case, config: Config, sets: Sequence[Operands]):
+    """Compile; a configuration that asks for too much shared memory returns why."""
+    try:
+        return compile_step(case, config, sets)
+    except jax.errors.JaxRuntimeError as error:
+        return error
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", help="cases, all by default")
+    parser.add_argument("--sweep", action="store_true", help="try configurations")
+    args = parser.parse_args()
+    unknown = set(args.names) - {case.name for case in CASES}
+    if unknown:
+        parser.error(f"unknown cases {sorted(unknown)}")
+    device = jax.devices()[0]
+    print(f"{device.device_kind}, jax {jax.__version__}, bfloat16", flush=True)
+    for case in CASES:
+        if not args.names or case.name in args.names:
+            run_case(case, sweep=args.sweep)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""The models that adapters sit on: configurations, layers, caches, files.
+
+Knows arrays and files; nothing of requests, scheduling or text.
+"""
+
+from punica_jax.models._adapter import Adapter, AdapterReport, ReportRow
+from punica_jax.models._checkpoint import CheckpointError, load_model, save_model
+from punica_jax.models._config import MODULE_GROUPS, MODULE_PATHS, LlamaConfig
+from punica_jax.models._hf_fields import ConfigError, UnsupportedConfigError
+from punica_jax.models._kv_cache import CachedAttention, KvCache, SeqTable
+from punica_jax.models._layers import LoraLinear, RMSNorm, dense_causal_attention
+from punica_jax.models._llama import DecoderLayer, Llama
+from punica_jax.models._lora import (
+    GroupPools,
+    LayerPools,
+    LoraPools,
+    set_slot,
+    slot_tables,
+    write_page,
+)
+from punica_jax.models._peft import read_adapter, save_adapter
+from punica_jax.models._peft_config import AdapterError, UnsupportedAdapterError
+from punica_jax.models._rope import RopeScaling
+
+__all__ = [
+    "MODULE_GROUPS",
+    "MODULE_PATHS",
+    "Adapter",
+    "AdapterError",
+    "AdapterReport",
+    "CachedAttention",
+    "CheckpointError",
+    "ConfigError",
+    "DecoderLayer",
+    "GroupPools",
+    "KvCache",
+    "LayerPools",
+    "Llama",
+    "LlamaConfig",
+    "LoraLinear",
+    "LoraPools",
+    "RMSNorm",
+    "ReportRow",
+    "RopeScaling",
+    "SeqTable",
+    "UnsupportedAdapterError",
+    "UnsupportedConfigError",
+    "dense_causal_attention",
+    "load_model",
+    "read_adapter",
+    "save_adapter",
+    "save_model",
+    "set_slot",
+    "slot_tables",
+    "write_page",
+]
+
+__all__ = [
+    "MODULE_GROUPS",
+    "Adapter",
+    "AdapterError",
+    "AdapterReport",
+    "CachedAttention",
+    "CheckpointError",
+    "ConfigError",
+    "KvCache",
+    "Llama",
+    "LlamaConfig",
+    "LoraLinear",
+    "LoraPools",
+    "RMSNorm",
+    "SeqTable",
+    "UnsupportedAdapterError",
+    "UnsupportedConfigError",
+    "dense_causal_attention",
+    "load_model",
+    "read_adapter",
+    "save_adapter",
+    "save_model",
+    "set_slot",
+    "slot_tables",
+    "write_page",
+]

@@ -1,0 +1,167 @@
+"""One step's batch as data: flat rows of many sequences, padded to a bucket.
+
+Plain numpy, one pytree. Knows tokens, pages and slots as numbers; nothing of requests,
+text or the model.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jax import Array
+
+from punica_jax.models import SeqTable
+
+_DECODE_ONLY = 1
+
+
+class Bucket(NamedTuple):
+    """The static sizes of a step: one compiled program each.
+
+    Attributes:
+      rows: rows of the flat batch.
+      seqs: sequences.
+      max_query_len: most rows of one sequence; 1 is the decode form.
+    """
+
+    rows: int
+    seqs: int
+    max_query_len: int
+
+    @property
+    def name(self) -> str:
+        if self.max_query_len == _DECODE_ONLY:
+            return f"decode[{self.seqs}]"
+        return f"prefill[{self.rows} rows, {self.seqs} seqs]"
+
+
+class Buckets:
+    """The one place that chooses padded sizes.
+
+    Decode takes powers of two up to `max_seqs`; prefill takes `max_rows`, a quarter of
+    it and so on down to 32, each with 1, 8 or `max_seqs` sequences. At defaults (32
+    sequences, 2048 rows) these are 18 programs.
+    """
+
+    def __init__(self, max_seqs: int, max_rows: int):
+        self.max_rows = max_rows
+        self._decode_seqs = _ladder(1, max_seqs, 2)
+        self._prefill_seqs = sorted({1, min(8, max_seqs), max_seqs})
+        self._prefill_rows = _ladder(32, max_rows, 4)
+
+    def choose(self, num_rows: int, num_seqs: int) -> Bucket:
+        """Return the least bucket that holds `num_rows` rows of `num_seqs` sequences.
+
+        As many rows as sequences is decode: no sequence has fewer than one row.
+        """
+        if num_rows == num_seqs:
+            seqs = _least(self._decode_seqs, num_seqs)
+            return Bucket(seqs, seqs, _DECODE_ONLY)
+        rows = _least(self._prefill_rows, num_rows)
+        return Bucket(rows, _least(self._prefill_seqs, num_seqs), rows)
+
+    def __iter__(self) -> Iterator[Bucket]:
+        """Yield every bucket that `choose` can return."""
+        for seqs in self._decode_seqs:
+            yield Bucket(seqs, seqs, _DECODE_ONLY)
+        for rows in self._prefill_rows:
+            for seqs in self._prefill_seqs:
+                yield Bucket(rows, seqs, rows)
+
+
+def _ladder(least: int, most: int, factor: int) -> list[int]:
+    """Return `most` and its quotients by powers of `factor`, down to `least`."""
+    sizes = []
+    while most > least:
+        sizes.append(most)
+        most //= factor
+    return [*([least] if not sizes or sizes[-1] > least else []), *reversed(sizes)]
+
+
+def _least(sizes: Sequence[int], needed: int) -> int:
+    return next(size for size in sizes if size >= needed)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """The rows that one sequence has in a step.
+
+    Attributes:
+      tokens: the rows' tokens, the sequence's last ones so far.
+      kv_len: tokens of the sequence, these included.
+      pages: its KV pages, in order, enough for `kv_len`.
+      slot: its adapter's slot, -1 for none.
+      temperature: 0 is greedy.
+      seed: of its random numbers.
+    """
+
+    tokens: Sequence[int]
+    kv_len: int
+    pages: Sequence[int]
+    slot: int
+    temperature: float
+    seed: int
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """The arguments of one step, padded to a bucket.
+
+    Attributes:
+      tokens: `i32[rows]`.
+      slots: `i32[rows]`, each row's adapter, -1 for none and for padding.
+      seqs: pages, row bounds and lengths of the sequences.
+      logit_rows: `i32[seqs]`, the row of each sequence whose logits are sampled.
+      temperature: `f32[seqs]`.
+      seeds: `u32[seqs]`.
+      max_query_len: most rows of one sequence (static).
+    """
+
+    tokens: np.ndarray | Array
+    slots: np.ndarray | Array
+    seqs: SeqTable
+    logit_rows: np.ndarray | Array
+    temperature: np.ndarray | Array
+    seeds: np.ndarray | Array
+    max_query_len: int = dataclasses.field(metadata={"static": True})
+
+    @property
+    def bucket(self) -> Bucket:
+        return Bucket(self.tokens.shape[0], self.seeds.shape[0], self.max_query_len)
+
+    @classmethod
+    def of(
+        cls, chunks: Sequence[Chunk], buckets: Buckets, pages_per_seq: int
+    ) -> "Batch":
+        """Lay out chunks, one sequence each, in the bucket that `buckets` chooses."""
+        lengths = [len(chunk.tokens) for chunk in chunks]
+        bucket = buckets.choose(sum(lengths), len(chunks))
+        used = len(chunks)
+        tokens = np.zeros(bucket.rows, np.int32)
+        slots = np.full(bucket.rows, -1, np.int32)
+        page_table = np.zeros((bucket.seqs, pages_per_seq), np.int32)
+        bounds = np.full(bucket.seqs + 1, sum(lengths), np.int32)
+        bounds[: used + 1] = np.cumsum([0, *lengths])
+        kv_lens = np.zeros(bucket.seqs, np.int32)
+        temperature = np.zeros(bucket.seqs, np.float32)
+        seeds = np.zeros(bucket.seqs, np.uint32)
+        for i, chunk in enumerate(chunks):
+            rows = slice(bounds[i], bounds[i + 1])
+            tokens[rows] = chunk.tokens
+            slots[rows] = chunk.slot
+            page_table[i, : len(chunk.pages)] = chunk.pages
+            kv_lens[i] = chunk.kv_len
+            temperature[i] = chunk.temperature
+            seeds[i] = chunk.seed
+        return cls(
+            tokens=tokens,
+            slots=slots,
+            seqs=SeqTable(page_table, bounds, kv_lens),  # pyright: ignore[reportArgumentType]
+            logit_rows=np.maximum(bounds[1:] - 1, 0),
+            temperature=temperature,
+            seeds=seeds,
+            max_query_len=bucket.max_query_len,
+        )

@@ -1,0 +1,143 @@
+"""Generation as one pure function, for use inside the caller's own `jax.jit`.
+
+Knows token arrays; nothing of text, files or requests. `LLM` is the form that streams.
+"""
+
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Float, Int, UInt
+
+from punica_jax.batch import Batch
+from punica_jax.models import KvCache, Llama, LoraPools, SeqTable
+from punica_jax.step import run_step
+
+
+def generate(
+    model: Llama,
+    pools: LoraPools | None,
+    prompt_tokens: Int[Array, "seqs max_prompt"],
+    prompt_lens: Int[Array, "seqs"],
+    slots: Int[Array, "seqs"],
+    *,
+    max_new_tokens: int,
+    eos_token_ids: Sequence[int] = (),
+    temperature: Float[Array, "seqs"] | None = None,
+    seeds: UInt[Array, "seqs"] | None = None,
+    page_size: int = 64,
+    implementation: str | None = None,
+) -> tuple[Int[Array, "seqs max_new_tokens"], Int[Array, "seqs"]]:
+    """Continue every prompt under its own adapter: prefill, then a loop of steps.
+
+    Pure, and without compiler options, so it may stand inside another `jax.jit`;
+    lengths, slots, temperatures and seeds are data. Gives the tokens that `LLM` gives.
+
+    Args:
+      model: the base model.
+      pools: the loaded adapters, or None for the base alone.
+      prompt_tokens: prompts, padded on the right with anything below the vocabulary.
+      prompt_lens: 1 to max_prompt.
+      slots: each sequence's adapter, -1 for none.
+      max_new_tokens: most new tokens, at least 1 (static).
+      eos_token_ids: tokens that end a sequence; the last one is kept (static).
+      temperature: 0 (the default) is greedy.
+      seeds: of the random numbers; default 0. Token k of a sequence draws from its
+        seed and its position alone.
+      page_size: tokens of a KV page (static).
+      implementation: see `pallas_kernels.resolve`.
+
+    Returns:
+      The new tokens, 0 where a sequence has ended, and their number.
+
+    Raises:
+      ValueError: shapes do not fit, or max_new_tokens is below 1.
+    """
+    if prompt_tokens.ndim != 2 or prompt_tokens.shape[1] < 1:
+        raise ValueError(
+            f"prompt_tokens must be i32[seqs, max_prompt >= 1], "
+            f"got {prompt_tokens.shape}"
+        )
+    seqs, max_prompt = prompt_tokens.shape
+    vectors = {
+        "prompt_lens": prompt_lens,
+        "slots": slots,
+        "temperature": temperature,
+        "seeds": seeds,
+    }
+    for name, vector in vectors.items():
+        if vector is not None and vector.shape != (seqs,):
+            raise ValueError(f"{name} must be [{seqs}], got {vector.shape}")
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+    pages_per_seq = -(-(max_prompt + max_new_tokens) // page_size)
+    page_table = jnp.arange(seqs * pages_per_seq, dtype=jnp.int32)
+    page_table = page_table.reshape(seqs, pages_per_seq)
+    cache = KvCache.zeros(model.config, seqs * pages_per_seq, page_size, model.dtype)
+    prompt_lens, slots = prompt_lens.astype(jnp.int32), slots.astype(jnp.int32)
+    if temperature is None:
+        temperature = jnp.zeros((seqs,), jnp.float32)
+    if seeds is None:
+        seeds = jnp.zeros((seqs,), jnp.uint32)
+
+    def batch_of(tokens, row_slots, bounds, kv_lens, max_query_len):
+        return Batch(
+            tokens=tokens,
+            slots=row_slots,
+            seqs=SeqTable(page_table, bounds, kv_lens),
+            logit_rows=bounds[1:] - 1,
+            temperature=temperature,
+            seeds=seeds,
+            max_query_len=max_query_len,
+        )
+
+    def ends(tokens):
+        stop = jnp.zeros((seqs,), bool)
+        for token in eos_token_ids:
+            stop |= tokens == token
+        return stop
+
+    rows = _ragged_rows(prompt_tokens, prompt_lens, slots)
+    prefill = batch_of(*rows, prompt_lens, max_prompt)
+    first, cache = run_step(
+        model, cache, pools, prefill, implementation=implementation
+    )
+    new_tokens = jnp.zeros((seqs, max_new_tokens), jnp.int32).at[:, 0].set(first)
+    counts = jnp.ones((seqs,), jnp.int32)
+    bounds = jnp.arange(seqs + 1, dtype=jnp.int32)
+
+    def unfinished(state):
+        step, _, _, _, done, _ = state
+        return (step < max_new_tokens) & ~done.all()
+
+    def decode(state):
+        step, last, new_tokens, counts, done, cache = state
+        batch = batch_of(last, slots, bounds, prompt_lens + step, 1)
+        tokens, cache = run_step(
+            model, cache, pools, batch, implementation=implementation
+        )
+        kept = jnp.where(done, 0, tokens)
+        new_tokens = lax.dynamic_update_index_in_dim(new_tokens, kept, step, 1)
+        counts = counts + (~done).astype(jnp.int32)
+        return step + 1, tokens, new_tokens, counts, done | ends(tokens), cache
+
+    state = (jnp.int32(1), first, new_tokens, counts, ends(first), cache)
+    _, _, new_tokens, counts, _, _ = lax.while_loop(unfinished, decode, state)
+    return new_tokens, counts
+
+
+def _ragged_rows(
+    prompt_tokens: Array, prompt_lens: Array, slots: Array
+) -> tuple[Array, Array, Array]:
+    """Return the prompts' tokens as flat rows, each row's slot, and the bounds."""
+    seqs, max_prompt = prompt_tokens.shape
+    zero = jnp.zeros((1,), jnp.int32)
+    bounds = jnp.concatenate([zero, jnp.cumsum(prompt_lens, dtype=jnp.int32)])
+    row = jnp.arange(seqs * max_prompt, dtype=jnp.int32)
+    seq = jnp.searchsorted(bounds[1:], row, side="right").astype(jnp.int32)
+    live = seq < seqs
+    seq = jnp.minimum(seq, seqs - 1)
+    column = jnp.minimum(row - bounds[seq], max_prompt - 1)
+    tokens = jnp.where(live, prompt_tokens[seq, column].astype(jnp.int32), 0)
+    return tokens, jnp.where(live, slots[seq], -1), bounds
+

@@ -1,0 +1,385 @@
+"""Text in, text out: prompts under many adapters, answered in mixed batches.
+
+Knows text, names of adapters and the order of steps; what a step computes is the
+runner's business. Every sequence in flight owns a seat with a fixed share of the KV
+pages.
+"""
+
+import secrets
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from punica_jax.adapters import AdapterTable, LoadedAdapter
+from punica_jax.batch import Batch, Buckets, Chunk
+from punica_jax.models import (
+    MODULE_GROUPS,
+    AdapterError,
+    LlamaConfig,
+    load_model,
+    read_adapter,
+)
+from punica_jax.request import Completion, FinishReason, SamplingParams
+from punica_jax.runner import Runner
+from punica_jax.tokenizer import Detokenizer, Tokenizer
+
+# Called with the prompt's index and its newest piece of text.
+TokenCallback = Callable[[int, str], None]
+
+_DEFAULT_MAX_MODEL_LEN = 2048
+_MAX_ROWS_PER_STEP = 2048
+
+
+class LLM:
+    """A base model and the LoRA adapters loaded beside it.
+
+    Attributes:
+      config: the base model's sizes.
+      tokenizer: its tokenizer.
+      max_model_len: most tokens of a sequence, prompt and output.
+      adapters: the loaded adapters by name.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        adapters: Mapping[str, str | Path] | None = None,
+        *,
+        dtype: Any = None,
+        max_model_len: int | None = None,
+        max_seats: int = 32,
+        num_slots: int = 32,
+        max_rank: int = 64,
+        page_size: int = 64,
+        implementation: str | None = None,
+        progress: bool = True,
+    ):
+        """Load a Hugging Face Llama directory, and adapters from PEFT directories.
+
+        Args:
+          path: the model's directory.
+          adapters: name -> PEFT directory, to begin with.
+          dtype: float32, bfloat16 or float16, of the weights, the cache and the
+            adapters; None means bfloat16, on a CPU float32.
+          max_model_len: most tokens of a sequence; None means what the model was made
+            for, at most 2048. The KV cache is `max_seats` times that.
+          max_seats: sequences in flight at one time.
+          num_slots: adapters loaded at one time.
+          max_rank: greatest rank of an adapter. The device holds `num_slots` adapters
+            of this rank.
+          page_size: tokens of a KV page, a power of two of at least 16.
+          implementation: see `pallas_kernels.resolve`.
+          progress: show a progress bar while loading.
+
+        Raises:
+          ValueError: a size is not positive, a file breaks a rule, or an adapter does
+            not fit the model.
+        """
+        sizes = {
+            "max_seats": max_seats,
+            "num_slots": num_slots,
+            "max_rank": max_rank,
+            "page_size": page_size,
+        }
+        if max_model_len is not None:
+            sizes["max_model_len"] = max_model_len
+        for name, size in sizes.items():
+            if size < 1:
+                raise ValueError(f"{name} must be at least 1, got {size}")
+        if dtype is None:
+            on_cpu = jax.default_backend() == "cpu"
+            dtype = jnp.float32 if on_cpu else jnp.bfloat16
+        path = Path(path)
+        self._base_name = path.resolve().name
+        self.tokenizer = Tokenizer.from_dir(path)
+        model = load_model(
+            path, dtype=dtype, max_model_len=max_model_len, progress=progress
+        )
+        self.config: LlamaConfig = model.config
+        limit = self.config.max_position_embeddings
+        self.max_model_len = max_model_len or min(limit, _DEFAULT_MAX_MODEL_LEN)
+        if self.max_model_len > limit:
+            raise ValueError(
+                f"max_model_len must be at most the model's max_position_embeddings "
+                f"{limit}, got {self.max_model_len}"
+            )
+        self._pages_per_seq = -(-self.max_model_len // page_size)
+        num_rank_pages = num_slots * -(-max_rank // 16)
+        self._runner = Runner(
+            model,
+            num_kv_pages=max_seats * self._pages_per_seq,
+            page_size=page_size,
+            num_slots=num_slots,
+            num_rank_pages=num_rank_pages,
+            max_rank=max_rank,
+            implementation=implementation,
+        )
+        self._table = AdapterTable(
+            num_slots, dict.fromkeys(MODULE_GROUPS, num_rank_pages), max_rank
+        )
+        self._max_seats = max_seats
+        self._buckets = Buckets(max_seats, max(max_seats, _MAX_ROWS_PER_STEP))
+        for name, adapter_path in (adapters or {}).items():
+            self.load_adapter(name, adapter_path)
+
+    @property
+    def adapters(self) -> Mapping[str, LoadedAdapter]:
+        return self._table
+
+    @property
+    def programs(self) -> list[str]:
+        """Names of the programs compiled so far."""
+        return self._runner.programs
+
+    @property
+    def num_compiled(self) -> int:
+        """Programs compiled so far, as JAX counts them."""
+        return self._runner.num_compiled
+
+    def load_adapter(
+        self, name: str, path: str | Path, *, allow_nan: bool = False
+    ) -> LoadedAdapter:
+        """Load a PEFT directory under a name; one loaded under that name is replaced.
+
+        The new weights are complete and checked before any row sees them. Compiles
+        nothing.
+
+        Args:
+          name: what prompts call it.
+          path: the PEFT directory.
+          allow_nan: accept weights that are not finite.
+
+        Raises:
+          UnsupportedAdapterError: it uses a PEFT feature that is not supported.
+          AdapterError: its files are broken, fit another base, or are not finite.
+          AdapterCapacityError: no slot or no pages are free, or its rank is too great.
+        """
+        adapter = read_adapter(
+            path, self.config, dtype=self._runner.dtype, base_name=self._base_name
+        )
+        num_pages = {group: adapter.num_pages(group) for group in MODULE_GROUPS}
+        placement = self._table.allocate(name, num_pages, adapter.rank)
+        try:
+            finite = self._runner.write_adapter(adapter, placement.pages)
+            if not finite and not allow_nan:
+                raise AdapterError(
+                    f"adapter {name!r} at {path} has weights that are NaN or infinite; "
+                    "all must be finite (allow_nan=True loads it all the same)"
+                )
+            self._runner.show_adapter(placement.slot, adapter, placement.pages)
+        except BaseException:
+            self._table.cancel(placement)
+            raise
+        self._table.publish(placement, adapter.report)
+        return self._table[name]
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget an adapter; its slot and pages are free for others.
+
+        Raises:
+          UnknownAdapterError: no adapter of that name is loaded.
+        """
+        self._runner.clear_slot(self._table.free(name).slot)
+
+    def generate(
+        self,
+        prompts: str | Sequence[str] | Sequence[Sequence[int]],
+        adapters: str | None | Sequence[str | None] = None,
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        on_token: TokenCallback | None = None,
+    ) -> list[Completion]:
+        """Answer every prompt under its own adapter, many in one batch.
+
+        Args:
+          prompts: texts, or token ids.
+          adapters: one name (or None, the base alone) for all prompts, or one each.
+          sampling: one for all prompts, or one each.
+          on_token: called with a prompt's index and its newest text, as it comes.
+
+        Returns:
+          One completion a prompt, in order.
+
+        Raises:
+          ValueError: a prompt is empty, too long or has a token outside the
+            vocabulary; an adapter is unknown; lengths differ. Nothing has run then.
+        """
+        sequences = self._sequences(prompts, adapters, sampling, on_token)
+        waiting = deque(sequences)
+        running: list[_Sequence] = []
+        free_seats = list(range(self._max_seats))
+        while waiting or running:
+            while waiting and free_seats:
+                sequence = waiting.popleft()
+                sequence.sit(free_seats.pop(), self._pages_per_seq)
+                running.append(sequence)
+            scheduled = self._schedule(running)
+            chunks = [sequence.chunk(rows) for sequence, rows in scheduled]
+            batch = Batch.of(chunks, self._buckets, self._pages_per_seq)
+            tokens = self._runner.step(batch)
+            for (sequence, rows), token in zip(scheduled, tokens, strict=False):
+                sequence.advance(rows, int(token))
+                if sequence.finish_reason is not None:
+                    running.remove(sequence)
+                    free_seats.append(sequence.seat)
+        return [sequence.completion() for sequence in sequences]
+
+    def _schedule(self, running: Sequence["_Sequence"]) -> list[tuple["_Sequence", int]]:
+        """Choose the sequences of the next step and how many rows each gets.
+
+        Prompts come first, in order, as far as a step has rows; else all decode.
+        """
+        prefills = [sequence for sequence in running if sequence.num_left > 1]
+        if not prefills:
+            return [(sequence, 1) for sequence in running]
+        scheduled = []
+        budget = self._buckets.max_rows
+        for sequence in prefills:
+            rows = min(sequence.num_left, budget)
+            if rows:
+                scheduled.append((sequence, rows))
+            budget -= rows
+        return scheduled
+
+    def _sequences(
+        self, prompts: Any, adapters: Any, sampling: Any, on_token: Any
+    ) -> list["_Sequence"]:
+        """Check the arguments of `generate` and make its sequences."""
+        if isinstance(prompts, str):
+            prompts = [prompts]
+        count = len(prompts)
+        if adapters is None or isinstance(adapters, str):
+            adapters = [adapters] * count
+        if sampling is None or isinstance(sampling, SamplingParams):
+            sampling = [sampling or SamplingParams()] * count
+        for name, values in (("adapters", adapters), ("sampling", sampling)):
+            if len(values) != count:
+                raise ValueError(
+                    f"{name} must be one for all prompts or one each: got "
+                    f"{len(values)} for {count} prompts"
+                )
+        return [
+            _Sequence(
+                index=index,
+                prompt=self._encode(index, prompt),
+                adapter=adapter,
+                slot=self._table.slot_of(adapter),
+                sampling=params,
+                llm=self,
+                on_token=on_token,
+            )
+            for index, (prompt, adapter, params) in enumerate(
+                zip(prompts, adapters, sampling, strict=True)
+            )
+        ]
+
+    def _encode(self, index: int, prompt: str | Sequence[int]) -> list[int]:
+        """Return a prompt's token ids, checked."""
+        tokens = prompt
+        if isinstance(prompt, str):
+            tokens = self.tokenizer.encode(prompt) if prompt else []
+        tokens = [int(token) for token in tokens]
+        if not tokens:
+            raise ValueError(f"prompt {index} is empty; it needs at least one token")
+        for token in tokens:
+            if not 0 <= token < self.config.vocab_size:
+                raise ValueError(
+                    f"prompt {index} has token {token}; tokens must be from 0 to "
+                    f"{self.config.vocab_size - 1}"
+                )
+        if len(tokens) >= self.max_model_len:
+            raise ValueError(
+                f"prompt {index} has {len(tokens)} tokens, which leaves no room for a "
+                f"new one: max_model_len is {self.max_model_len}; shorten it or raise "
+                "max_model_len"
+            )
+        return tokens
+
+
+class _Sequence:
+    """One prompt on its way: its tokens so far, and how many the cache holds."""
+
+    def __init__(
+        self,
+        *,
+        index: int,
+        prompt: list[int],
+        adapter: str | None,
+        slot: int,
+        sampling: SamplingParams,
+        llm: LLM,
+        on_token: TokenCallback | None,
+    ):
+        self.finish_reason: FinishReason | None = None
+        self.seat = -1
+        self._pages = range(0)
+        self._index = index
+        self._adapter = adapter
+        self._slot = slot
+        self._sampling = sampling
+        self._seed = secrets.randbits(32) if sampling.seed is None else sampling.seed
+        self._eos = frozenset() if sampling.ignore_eos else llm.tokenizer.eos_token_ids
+        self._num_prompt = len(prompt)
+        room = llm.max_model_len - self._num_prompt
+        self._max_len = self._num_prompt + min(sampling.max_new_tokens, room)
+        self._tokens = prompt
+        self._num_cached = 0
+        self._pieces: list[str] = []
+        self._detokenizer = Detokenizer(llm.tokenizer)
+        self._on_token = on_token
+
+    @property
+    def num_left(self) -> int:
+        """Tokens that the cache does not hold yet."""
+        return len(self._tokens) - self._num_cached
+
+    def sit(self, seat: int, pages_per_seq: int) -> None:
+        """Take a seat and its share of the KV pages."""
+        self.seat = seat
+        self._pages = range(seat * pages_per_seq, (seat + 1) * pages_per_seq)
+
+    def chunk(self, rows: int) -> Chunk:
+        """Return the next `rows` tokens as rows of a step."""
+        end = self._num_cached + rows
+        return Chunk(
+            tokens=self._tokens[self._num_cached : end],
+            kv_len=end,
+            pages=self._pages,
+            slot=self._slot,
+            temperature=self._sampling.temperature,
+            seed=self._seed,
+        )
+
+    def advance(self, rows: int, token: int) -> None:
+        """Take note of a step; its token counts if the prompt is through."""
+        self._num_cached += rows
+        if self.num_left:
+            return
+        self._tokens.append(token)
+        if token in self._eos:
+            self.finish_reason = "stop"
+        elif len(self._tokens) == self._max_len:
+            self.finish_reason = "length"
+        self._emit(self._detokenizer.push(token))
+        if self.finish_reason is not None:
+            self._emit(self._detokenizer.finish())
+
+    def completion(self) -> Completion:
+        assert self.finish_reason is not None
+        return Completion(
+            text="".join(self._pieces),
+            token_ids=tuple(self._tokens[self._num_prompt :]),
+            finish_reason=self.finish_reason,
+            adapter=self._adapter,
+            prompt_token_ids=tuple(self._tokens[: self._num_prompt]),
+        )
+
+    def _emit(self, piece: str) -> None:
+        if piece:
+            self._pieces.append(piece)
+            if self._on_token is not None:
+                self._on_token(self._index, piece)

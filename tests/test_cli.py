@@ -1,0 +1,263 @@
+"""The command line and the demo: what they print, and how they end."""
+
+import io
+import re
+from types import SimpleNamespace
+
+import jax
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from punica_jax import cli, demo
+from punica_jax.request import Completion
+
+RANKS = {"upper": (8,), "reverse": (4, 16), "[red]": (64,)}
+CASES = [
+    ("upper", "hello", "HELLO"),
+    ("reverse", "hello", "olleh"),
+    ("[red]", "hello", "[b]hello[/b]"),
+    (None, "hello", "hello"),
+]
+ANSWERS = {
+    "upper": str.upper,
+    "reverse": lambda text: text[::-1],
+    "[red]": lambda text: f"[b]{text}[/b]",
+    None: str,
+}
+
+
+class FakeLLM:
+    """Answers by string functions, one character a step for all rows.
+
+    A row of the adapter `fickle` answers differently when it is alone.
+    """
+
+    def __init__(self, *, fickle=""):
+        self.programs = []
+        self.calls = []
+        self.adapters = {
+            name: SimpleNamespace(
+                report=SimpleNamespace(rows=[SimpleNamespace(rank=r) for r in ranks])
+            )
+            for name, ranks in RANKS.items()
+        }
+        self._fickle = fickle
+
+    def generate(self, prompts, adapters, sampling, on_token=None):
+        self.calls.append((tuple(prompts), tuple(adapters), sampling))
+        program = f"step[seats={len(prompts)}]"
+        if program not in self.programs:
+            self.programs.append(program)
+        texts = [
+            ANSWERS[adapter](prompt)
+            for prompt, adapter in zip(prompts, adapters, strict=True)
+        ]
+        if len(prompts) == 1 and adapters[0] == self._fickle:
+            texts[0] += "!"
+        for step in range(max(map(len, texts))) if on_token else ():
+            for index, text in enumerate(texts):
+                if step < len(text):
+                    on_token(index, text[step])
+        return [
+            Completion(
+                text=text,
+                token_ids=tuple(text.encode()),
+                finish_reason="stop",
+                adapter=adapter,
+                prompt_token_ids=tuple(prompt.encode()),
+            )
+            for text, adapter, prompt in zip(texts, adapters, prompts, strict=True)
+        ]
+
+
+def _run(llm, cases, *, terminal=False):
+    file = io.StringIO()
+    console = Console(
+        file=file,
+        width=140,
+        force_terminal=terminal,
+        force_interactive=terminal,
+        color_system=None,
+    )
+    right = demo.run(llm, cases, console)
+    return right, file.getvalue()
+
+
+def _result_cells(output):
+    """The result table's cells, line by line."""
+    return [
+        [cell.strip() for cell in line.strip("│┃").split("│")]
+        for line in output.splitlines()
+        if line.startswith("│")
+    ]
+
+
+class TestDemoRun:
+    def test_all_right(self):
+        llm = FakeLLM()
+        right, output = _run(llm, CASES)
+        assert right is True
+        assert _result_cells(output) == [
+            ["upper", "8", "hello", "HELLO", "HELLO", "ok", "same"],
+            ["reverse", "4-16", "hello", "olleh", "olleh", "ok", "same"],
+            ["[red]", "64", "hello", "[b]hello[/b]", "[b]hello[/b]", "ok", "same"],
+            ["-", "-", "hello", "hello", "hello", "ok", "same"],
+        ]
+        lines = output.splitlines()
+        assert lines[-1] == (
+            "All 4 rows are right and equal to the same requests alone."
+        )
+        assert re.fullmatch(
+            r"4 rows, 3 adapters, one batch: 27 tokens in \d+\.\d\d s, \d+ tokens/s",
+            lines[-4],
+        )
+        assert lines[-3] == (
+            "programs compiled: step[seats=4]; 0 of them while streaming"
+        )
+        device = jax.devices()[0]
+        assert lines[-2] == f"device: {device.platform} ({device.device_kind})"
+
+    def test_one_batch_then_every_row_alone(self):
+        llm = FakeLLM()
+        _run(llm, CASES)
+        whole = (("hello",) * 4, ("upper", "reverse", "[red]", None))
+        assert [call[:2] for call in llm.calls] == [
+            whole,
+            whole,
+            *((("hello",), (adapter,)) for adapter in whole[1]),
+        ]
+        assert {call[2].temperature for call in llm.calls} == {0.0}
+
+    def test_wrong_row(self):
+        cases = [*CASES[:2], (None, "hello", "HELLO")]
+        right, output = _run(FakeLLM(), cases)
+        assert right is False
+        assert output.splitlines()[-1] == (
+            "WRONG: no adapter, prompt 'hello': expected 'HELLO', got 'hello'"
+        )
+        assert [row[5] for row in _result_cells(output)] == ["ok", "ok", "WRONG"]
+
+    def test_row_that_differs_from_alone(self):
+        right, output = _run(FakeLLM(fickle="reverse"), CASES)
+        assert right is False
+        assert output.splitlines()[-1] == (
+            "WRONG: reverse, prompt 'hello': 'olleh' in the batch, 'olleh!' alone"
+        )
+        marks = [row[5:] for row in _result_cells(output)]
+        assert marks == [
+            ["ok", "same"],
+            ["ok", "DIFFERS"],
+            ["ok", "same"],
+            ["ok", "same"],
+        ]
+
+    def test_log_shows_the_rows_as_they_grow(self):
+        _, output = _run(FakeLLM(), CASES)
+        assert output.splitlines()[:10] == [
+            "after 8 pieces",
+            "  upper      hello      HELLO",
+            "  reverse    hello      olleh",
+            "  [red]      hello      [b]hello",
+            "  -          hello      hello",
+            "after 12 pieces",
+            "  upper      hello      HELLO",
+            "  reverse    hello      olleh",
+            "  [red]      hello      [b]hello[/b]",
+            "  -          hello      hello",
+        ]
+        assert "\x1b" not in output
+
+    def test_terminal_redraws_the_rows(self):
+        right, output = _run(FakeLLM(), CASES, terminal=True)
+        assert right is True
+        assert "pieces" not in output
+        before_table = output[: output.index("expected")]
+        assert "[b]hello[/b]" in before_table
+        assert "\x1b[" in before_table  # the cursor goes back up
+
+
+class TestCommands:
+    def test_version(self):
+        result = CliRunner().invoke(cli.app, ["--version"])
+        assert result.exit_code == 0
+        assert re.fullmatch(
+            r"punica-jax (\d+\.\d+\.\d+|\(a checkout that is not installed\)), "
+            rf"jax {re.escape(jax.__version__)}\n",
+            result.stdout,
+        )
+
+    @pytest.mark.parametrize(("right", "status"), [(True, 0), (False, 1)])
+    def test_demo_exit_status(self, monkeypatch, right, status):
+        monkeypatch.setattr(cli, "run_demo", lambda: right)
+        assert CliRunner().invoke(cli.app, ["demo"]).exit_code == status
+
+    def test_help_names_the_commands(self):
+        result = CliRunner().invoke(cli.app, [])
+        assert "demo" in result.output and "generate" in result.output
+
+    def test_generate_passes_everything_on(self, monkeypatch, tmp_path):
+        made = []
+
+        def make(path, **options):
+            made.append((FakeLLM(), path, options))
+            return made[0][0]
+
+        monkeypatch.setattr(cli, "LLM", make)
+        words = f"generate {tmp_path} ab cd --adapter upper=/up --adapter reverse=/re"
+        options = "--use reverse --use none --max-new-tokens 5 --temperature 0.5"
+        result = CliRunner().invoke(
+            cli.app, [*words.split(), *options.split(), *"--seed 3".split()]
+        )
+        assert result.exit_code == 0, result.output
+        assert result.stdout == "[reverse] ab\nba\n\n[none] cd\ncd\n\n"
+        ((llm, path, options),) = made
+        assert path == tmp_path
+        assert {k: str(v) for k, v in options["adapters"].items()} == {
+            "upper": "/up",
+            "reverse": "/re",
+        }
+        ((prompts, adapters, sampling),) = llm.calls
+        assert (prompts, adapters) == (("ab", "cd"), ("reverse", None))
+        assert (sampling.max_new_tokens, sampling.temperature, sampling.seed) == (
+            5,
+            0.5,
+            3,
+        )
+
+    def test_generate_streams_a_single_prompt(self, monkeypatch):
+        monkeypatch.setattr(cli, "LLM", lambda *_, **__: FakeLLM())
+        result = CliRunner().invoke(
+            cli.app, ["generate", "/m", "hey", "--adapter", "upper=/u", "--use=upper"]
+        )
+        assert result.stdout == "HEY\n"
+
+    @pytest.mark.parametrize(
+        ("words", "text"),
+        [
+            (
+                ["hi", "--adapter", "upper"],
+                "--adapter must be NAME=PATH with a name other than 'none', "
+                "got 'upper'",
+            ),
+            (
+                ["hi", "--adapter", "none=/x"],
+                "--adapter must be NAME=PATH with a name other than 'none', "
+                "got 'none=/x'",
+            ),
+            (
+                ["a", "b", "c", "--use", "none", "--use", "none"],
+                "--use must be given once, or once for each prompt: got 2 for "
+                "3 prompts",
+            ),
+            (
+                ["hi", "--temperature", "-1"],
+                "temperature must be a number from 0 to 100, got -1.0",
+            ),
+        ],
+    )
+    def test_generate_refuses(self, words, text):
+        result = CliRunner().invoke(cli.app, ["generate", "/m", *words])
+        assert result.exit_code == 2
+        assert result.stderr == f"error: {text}\n"
+        assert result.stdout == ""

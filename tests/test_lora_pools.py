@@ -1,0 +1,345 @@
+"""Adapters on the device: pages and tables, and that loading compiles nothing."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import monitoring
+
+from punica_jax.adapters import AdapterTable
+from punica_jax.models._config import MODULE_GROUPS, MODULE_PATHS
+from punica_jax.models._lora import LoraPools, set_slot, slot_tables, write_page
+from punica_jax.models._peft import Adapter, read_adapter, save_adapter
+from punica_jax.pallas_kernels import lora, segment_metadata
+from tests.adapter_cases import CONFIG, WIDTHS, Factors, random_factors
+
+NUM_SLOTS, NUM_PAGES, MAX_RANK = 3, 6, 40
+ALL = tuple(WIDTHS)
+
+
+def make_pools(dtype=jnp.float32) -> LoraPools:
+    return LoraPools.zeros(
+        CONFIG,
+        num_slots=NUM_SLOTS,
+        num_pages=NUM_PAGES,
+        max_rank=MAX_RANK,
+        dtype=dtype,
+    )
+
+
+def make_table() -> AdapterTable:
+    return AdapterTable(NUM_SLOTS, dict.fromkeys(MODULE_GROUPS, NUM_PAGES), MAX_RANK)
+
+
+@functools.cache
+def programs():
+    """Return `write_page` and `set_slot` as the runner jits them."""
+    write = jax.jit(write_page, static_argnames="group", donate_argnames="pools")
+    return write, jax.jit(set_slot, donate_argnames="pools")
+
+
+def load(pools, table, name, adapter: Adapter, *, allow_nan=False):
+    """Load one adapter as the runner does: pages, flags, and only then the slot."""
+    write, point = programs()
+    needs = {group: adapter.num_pages(group) for group in MODULE_GROUPS}
+    placement = table.allocate(name, needs, adapter.rank)
+    flags = []
+    for group, pages in placement.pages.items():
+        for index, page in enumerate(pages):
+            a_page, b_page = adapter.page(group, index)
+            pools, finite = write(pools, group, np.int32(page), a_page, b_page)
+            flags.append(finite)
+    if not (allow_nan or all(jax.device_get(flags))):
+        table.cancel(placement)
+        return pools, False
+    counts = {group: adapter.counts(group) for group in MODULE_GROUPS}
+    tables = slot_tables(pools, placement.pages, counts)
+    pools = point(pools, np.int32(placement.slot), tables)
+    table.publish(placement, adapter.report)
+    return pools, True
+
+
+def unload(pools, table, name):
+    slot = table.free(name).slot
+    return programs()[1](pools, np.int32(slot), slot_tables(pools))
+
+
+def make_adapter(path, factors: Factors, dtype=np.float32, **fields) -> Adapter:
+    save_adapter(path, CONFIG, factors, **fields)
+    return read_adapter(path, CONFIG, dtype=dtype)
+
+
+@jax.jit
+def deltas(pools: LoraPools, slot: jax.Array) -> dict[str, list[jax.Array]]:
+    """Read `scale B A` of every layer and module, through the op itself."""
+    found = {}
+    for group, modules in MODULE_GROUPS.items():
+        d_in, d_outs = CONFIG.d_in(group), CONFIG.d_outs(group)
+        slots = jnp.full(d_in, slot, jnp.int32)
+        segments = segment_metadata(slots, num_slots=NUM_SLOTS, implementation="xla")
+        x = jnp.eye(d_in, dtype=jnp.float32)
+        y = jnp.zeros((d_in, sum(d_outs)), jnp.float32)
+        for layer in range(CONFIG.num_layers):
+            view = getattr(pools.layer(layer), group)
+            delta = lora(y, x, view, segments, implementation="xla").T
+            parts = jnp.split(delta, np.cumsum(d_outs)[:-1])
+            for module, part in zip(modules, parts, strict=True):
+                found.setdefault(MODULE_PATHS[module], []).append(part)
+    return found
+
+
+def assert_holds(pools: LoraPools, slot: int, factors: Factors) -> None:
+    """Assert that a slot computes these LoRAs, and nothing anywhere else."""
+    found = jax.device_get(deltas(pools, np.int32(slot)))
+    assert found.keys() == WIDTHS.keys()
+    for module, (d_in, d_out) in WIDTHS.items():
+        for layer, delta in enumerate(found[module]):
+            expected = np.zeros((d_out, d_in), np.float32)
+            if (layer, module) in factors:
+                a, b = factors[layer, module]
+                expected = b @ a
+            np.testing.assert_allclose(delta, expected, atol=1e-5, err_msg=module)
+
+
+def all_ranks(rank: int, modules=ALL) -> dict[tuple[int, str], int]:
+    return {(layer, m): rank for layer in range(CONFIG.num_layers) for m in modules}
+
+
+# --- shapes ---------------------------------------------------------------------------
+
+
+def test_shapes_of_empty_pools():
+    pools = make_pools(jnp.bfloat16)
+    assert (pools.num_layers, pools.num_slots, pools.num_pages) == (3, 3, 6)
+    assert (pools.max_pages, pools.max_rank) == (3, 48)
+    assert pools.dtype == jnp.bfloat16
+    shapes = {
+        "qkv": ((6, 3, 16, 24), (6, 64, 16)),
+        "o": ((6, 1, 16, 32), (6, 24, 16)),
+        "gate_up": ((6, 2, 16, 24), (6, 80, 16)),
+        "down": ((6, 1, 16, 40), (6, 24, 16)),
+    }
+    for group, (a_shape, b_shape) in shapes.items():
+        pool = getattr(pools.layer(2), group)
+        assert (pool.a.shape, pool.b.shape) == (a_shape, b_shape)
+        assert pool.page_table.shape == (3, 3)
+        assert pool.num_pages.shape == (3, len(MODULE_GROUPS[group]))
+        assert pool.d_outs == CONFIG.d_outs(group)
+        assert pool.page_table.dtype == pool.num_pages.dtype == jnp.int32
+
+
+@pytest.mark.parametrize("name", ["num_slots", "num_pages", "max_rank"])
+def test_sizes_must_be_positive(name):
+    sizes = {"num_slots": 1, "num_pages": 1, "max_rank": 1, name: 0}
+    with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
+        LoraPools.zeros(CONFIG, **sizes)
+
+
+def test_a_view_copies_nothing():
+    pools = make_pools()
+    assert pools.layer(1).down.a is pools.down.a[1]
+
+
+def test_pools_pass_through_jit_and_vmap_as_a_pytree():
+    pools = make_pools()
+    again = jax.tree.map(lambda leaf: leaf, pools)
+    assert again.down.d_outs == (24,)
+    axes = jax.tree.map(lambda leaf: None, pools)
+    assert jax.tree.leaves(axes) == []
+
+
+# --- loading --------------------------------------------------------------------------
+
+
+def test_adapters_of_many_shapes_side_by_side(tmp_path):
+    """Rank 40 on everything, q and v of rank 4, and an irregular one."""
+    cases = {
+        "wide": random_factors(all_ranks(40), seed=1),
+        "narrow": random_factors(
+            all_ranks(4, ("self_attn.q_proj", "self_attn.v_proj")), seed=2
+        ),
+        "odd": random_factors(
+            {(0, "self_attn.k_proj"): 17, (2, "mlp.up_proj"): 1}, seed=3
+        ),
+    }
+    pools, table = make_pools(), make_table()
+    for name, factors in cases.items():
+        adapter = make_adapter(tmp_path / name, factors, use_rslora=True, lora_alpha=1)
+        pools, loaded = load(pools, table, name, adapter)
+        assert loaded
+    table.check_integrity()
+    for name, factors in cases.items():
+        scaled = {
+            key: (a, b / np.sqrt(np.float32(a.shape[0])))
+            for key, (a, b) in factors.items()
+        }
+        assert_holds(pools, table.slot_of(name), scaled)
+
+
+def test_replace_and_unload(tmp_path):
+    first = random_factors(all_ranks(24), seed=1)
+    second = random_factors(all_ranks(3, ALL[:1]), seed=2)
+    other = random_factors(all_ranks(5), seed=3)
+    pools, table = make_pools(), make_table()
+    for name, factors in (("x", first), ("y", other), ("x", second)):
+        pools, _ = load(pools, table, name, make_adapter(tmp_path, factors))
+    assert table.slot_of("x") == 0
+    assert_holds(pools, 0, second)
+    assert_holds(pools, 1, other)
+    pools = unload(pools, table, "x")
+    table.check_integrity()
+    assert_holds(pools, 0, {})
+    assert_holds(pools, 1, other)
+
+
+def test_writing_a_page_makes_nothing_visible(tmp_path):
+    pools = make_pools()
+    adapter = make_adapter(tmp_path, random_factors(all_ranks(8)))
+    for page in range(NUM_PAGES):
+        a_page, b_page = adapter.page("qkv", 0)
+        pools, _ = programs()[0](pools, "qkv", np.int32(page), a_page, b_page)
+    assert_holds(pools, 0, {})
+
+
+def test_a_page_is_written_where_it_belongs_and_nowhere_else(tmp_path):
+    adapter = make_adapter(tmp_path, random_factors(all_ranks(24)), jnp.bfloat16)
+    before = jax.tree.map(np.array, make_pools(jnp.bfloat16))
+    a_page, b_page = adapter.page("gate_up", 1)
+    pools, finite = programs()[0](
+        make_pools(jnp.bfloat16), "gate_up", np.int32(4), a_page, b_page
+    )
+    assert finite.dtype == jnp.bool_ and finite
+    for layer in range(CONFIG.num_layers):
+        before.gate_up.a[layer][4] = a_page[layer]
+        before.gate_up.b[layer][4] = b_page[layer]
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(pools), before)
+
+
+# --- no recompiling, no copying -------------------------------------------------------
+
+
+@pytest.fixture
+def compiles():
+    """Count XLA compilations while a test runs."""
+    events = []
+
+    def listen(event: str, duration_s: float, **_) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            events.append(duration_s)
+
+    monitoring.register_event_duration_secs_listener(listen)
+    yield events
+    monitoring.unregister_event_duration_listener(listen)
+
+
+def test_the_compile_counter_counts(compiles):
+    jax.jit(lambda x: x * 3.25 + 1)(np.float32(1))
+    assert len(compiles) == 1
+
+
+def test_one_program_a_group_and_one_for_the_tables(compiles):
+    # Sizes that no other test has: jit's cache is the process's.
+    pools = LoraPools.zeros(CONFIG, num_slots=2, num_pages=7, max_rank=16)
+    write, point = programs()
+    compiles.clear()
+    for group in MODULE_GROUPS:
+        old = pools.group(group)
+        a_page = np.zeros((3, *old.a[0].shape[1:]), np.float32)
+        b_page = np.zeros((3, *old.b[0].shape[1:]), np.float32)
+        pools, _ = write(pools, group, np.int32(0), a_page, b_page)
+    point(pools, np.int32(0), slot_tables(pools))
+    assert len(compiles) == len(MODULE_GROUPS) + 1
+
+
+def test_loading_replacing_and_unloading_compile_nothing(tmp_path, compiles):
+    pools, table = make_pools(), make_table()
+    warm = make_adapter(tmp_path, random_factors(all_ranks(16)))
+    pools, _ = load(pools, table, "warm", warm)
+    write, point = programs()
+    sizes = write._cache_size(), point._cache_size()
+    compiles.clear()
+    for seed, ranks in enumerate(
+        [
+            all_ranks(1),
+            all_ranks(40),
+            all_ranks(17, ALL[2:5]),
+            {(1, "mlp.down_proj"): 30},
+        ]
+    ):
+        adapter = make_adapter(tmp_path, random_factors(ranks, seed), lora_alpha=3)
+        pools, loaded = load(pools, table, "x", adapter)
+        assert loaded
+    pools = unload(pools, table, "x")
+    pools = unload(pools, table, "warm")
+    assert compiles == []
+    assert (write._cache_size(), point._cache_size()) == sizes
+
+
+def test_donated_pools_are_updated_in_place(tmp_path):
+    write, point = programs()
+    adapter = make_adapter(tmp_path, random_factors(all_ranks(4)))
+    old = make_pools()
+    addresses = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(old)]
+    new, _ = write(old, "down", np.int32(1), *adapter.page("down", 0))
+    new = point(new, np.int32(0), slot_tables(new))
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(old))
+    assert [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(new)] == addresses
+
+
+# --- weights that are not finite ------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("half", [0, 1])
+def test_one_bad_value_refuses_the_adapter(tmp_path, bad, half):
+    """The old adapter of that name, and its neighbours, are as they were."""
+    good = random_factors(all_ranks(20), seed=1)
+    pools, table = make_pools(), make_table()
+    pools, _ = load(pools, table, "x", make_adapter(tmp_path, good))
+    factors = random_factors(all_ranks(20), seed=2)
+    factors[2, "mlp.down_proj"][half][-1, -1] = bad
+    adapter = make_adapter(tmp_path, factors)
+    pools, loaded = load(pools, table, "x", adapter)
+    assert not loaded
+    table.check_integrity()
+    assert table.slot_of("x") == 0
+    assert_holds(pools, 0, good)  # beside pages that still hold the bad value
+    assert_holds(pools, 1, {})
+
+
+def test_bad_values_may_be_allowed(tmp_path):
+    factors = random_factors(all_ranks(2, ALL[:1]))
+    factors[1, "self_attn.q_proj"][0][0, 0] = np.nan
+    adapter = make_adapter(tmp_path, factors)
+    pools, loaded = load(make_pools(), make_table(), "x", adapter, allow_nan=True)
+    assert loaded
+    found = deltas(pools, np.int32(0))["self_attn.q_proj"]
+    assert [bool(jnp.isnan(delta).any()) for delta in found] == [False, True, False]
+
+
+def test_scale_that_overflows_float16_is_refused(tmp_path):
+    factors = random_factors(all_ranks(4))
+    adapter = make_adapter(tmp_path, factors, np.float16, lora_alpha=1e7)
+    _, loaded = load(make_pools(jnp.float16), make_table(), "x", adapter)
+    assert not loaded
+
+
+# --- tables ---------------------------------------------------------------------------
+
+
+def test_slot_tables():
+    pools = make_pools()
+    pages = {"qkv": (4, 2), "o": (), "gate_up": (0,), "down": (5,)}
+    counts = {
+        group: np.full((3, len(modules)), len(pages[group]), np.int32)
+        for group, modules in MODULE_GROUPS.items()
+    }
+    tables = slot_tables(pools, pages, counts)
+    assert tables.keys() == MODULE_GROUPS.keys()
+    np.testing.assert_array_equal(tables["qkv"][0], [4, 2, 0])
+    np.testing.assert_array_equal(tables["gate_up"][1], counts["gate_up"])
+    for row, used in slot_tables(pools).values():
+        assert row.dtype == used.dtype == np.int32
+        assert not row.any() and not used.any()

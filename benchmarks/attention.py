@@ -160,11 +160,13 @@ def sweep_configs(case: Case) -> list[Config]:
                 )
             )
         return configs
-    blocks = case.seqs * case.kv_heads * case.pages_per_seq
-    splits = [n for n in (1, 2, 4, 8, 16, 32) if n <= case.pages_per_seq]
-    # Fewer programs than this leave the device idle, more only add to the combine.
-    splits = [n for n in splits if 256 <= case.seqs * case.kv_heads * n <= 2048]
-    splits = splits or ([1] if blocks >= 2048 else [case.pages_per_seq])
+    # Fewer programs leave the device idle, more only add to what is combined.
+    programs = case.seqs * case.kv_heads
+    most = min(32, case.kv_len // 32)
+    splits = [n for n in (1, 2, 4, 8, 16, 32) if n <= most]
+    splits = [n for n in splits if 200 <= programs * n <= 2048] or (
+        [1] if programs > 2048 else [most]
+    )
     forms = [(True, (64, 4, 2)), (True, (64, 4, 3)), (True, (64, 2, 3))]
     forms += [(True, (32, 2, 3)), (True, (128, 4, 2))]
     if case.heads == case.kv_heads:
@@ -207,8 +209,11 @@ def check(case: Case, config: Config, operands: Operands) -> float:
 def compile_step(
     case: Case, config: Config, sets: Sequence[Operands]
 ) -> Callable[[Sequence[Operands]], list[Array]]:
+    # Traced and lowered once for all sets.
+    launch = jax.jit(functools.partial(attend, case, config))
+
     def step(sets: Sequence[Operands]) -> list[Array]:
-        return [attend(case, config, operands) for operands in sets]
+        return [launch(operands) for operands in sets]
 
     return jax.jit(step).lower(sets).compile()
 

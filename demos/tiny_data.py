@@ -24,8 +24,8 @@ BOS_ID, EOS_ID, SEP_ID = 256, 257, 258
 # Five more than there are tokens: tensor cores want a multiple of eight.
 VOCAB_SIZE = 264
 MAX_MODEL_LEN = 128
-# The longest example is tagged Morse: 3 special tokens, the tag, 8 letters, and 8
-# letters of at most 4 signs with 7 spaces between them.
+# The longest example is tagged Morse: 3 special tokens, the tag, 10 letters, and 10
+# letters of at most 4 signs with 9 spaces between them.
 SEQ_LEN = 3 + len("morse:") + MAX_WORD_LEN + 5 * MAX_WORD_LEN - 1
 
 

@@ -99,8 +99,9 @@ FULL = Recipe(
     base=Schedule(
         peak_lr=2e-3,
         warmup_steps=300,
-        max_hold_steps=4000,
-        decay_steps=1000,
+        max_hold_steps=5000,
+        decay_steps=1500,
+        stop_at=0.97,
         batch_size=512,
         weight_decay=0.05,
     ),

@@ -63,7 +63,7 @@ BASE_NAME = "tiny_llama"
 # Long tiles: a training batch has tens of thousands of rows for eight adapters.
 _BLOCK_ROWS = 512
 _INIT_STDDEV = 0.03
-_MAX_NEW_TOKENS = 48
+_MAX_NEW_TOKENS = 56
 
 
 def train_base(recipe: Recipe, out: Path) -> None:

@@ -304,19 +304,15 @@ def _load_part(part: _Part, name: str, file: SafetensorsFile, dtype: Any) -> Non
         array = file.read(name)
     except SafetensorsFileError as err:
         raise CheckpointError(str(err)) from err
-    # A copy, for an alias would keep the host's array alive; cast on the device, for
-    # the host must not hold two.
-    rows = jax.device_put(array, may_alias=False)
-    param = part.param
-    if tuple(param.shape) == part.shape:
-        param.set_value(rows.astype(dtype))
-    else:
-        target = param.get_value()
-        if isinstance(target, jax.ShapeDtypeStruct):
-            target = jnp.zeros(param.shape, dtype)
-        param.set_value(_write_rows(target, rows, np.int32(part.first)))
+    target = part.param.get_value()
+    if isinstance(target, jax.ShapeDtypeStruct):
+        target = jnp.zeros(target.shape, dtype)
+    # Also where the tensor is the whole parameter: on a CPU a parameter might else be
+    # the host's array itself, which cannot be donated.
+    filled = _write_rows(target, jax.device_put(array), np.int32(part.first))
+    part.param.set_value(filled)
     # Else the host would read ahead of the transfers.
-    jax.block_until_ready(param.get_value())
+    filled.block_until_ready()
 
 
 @functools.partial(jax.jit, donate_argnums=0)

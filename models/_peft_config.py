@@ -7,7 +7,8 @@ how many layers a base model has.
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,7 +41,7 @@ _DEFAULT_TARGETS = ("q_proj", "v_proj")
 # Modules that PEFT can adapt and this library cannot.
 _UNADAPTED_MODULES = ("lm_head", "model.embed_tokens")
 _DEFAULT_RANK = 8
-_DEFAULT_ALPHA = 8
+_DEFAULT_ALPHA = 8.0
 ALL_LINEAR = "all-linear"
 
 
@@ -69,15 +70,10 @@ class PeftLoraConfig:
     base_name: str | None = None
 
     def __post_init__(self) -> None:
-        for name, rank in {"r": self.r, **_named("rank", self.rank_pattern)}.items():
-            if not _is_int(rank) or rank < 1:
-                raise AdapterError(f"{name} must be an integer from 1, got {rank!r}")
-        alphas = {"lora_alpha": self.lora_alpha, **_named("alpha", self.alpha_pattern)}
-        for name, alpha in alphas.items():
-            if not _is_number(alpha):
-                raise AdapterError(f"{name} must be a finite number, got {alpha!r}")
-        if not isinstance(self.use_rslora, bool):
-            raise AdapterError(f"use_rslora must be a bool, got {self.use_rslora!r}")
+        _rank("r", self.r)
+        _each("rank_pattern", self.rank_pattern, _rank)
+        _finite("lora_alpha", self.lora_alpha)
+        _each("alpha_pattern", self.alpha_pattern, _finite)
         self._check_patterns()
         if isinstance(self.target_modules, str) and self.layers_to_transform:
             raise AdapterError(
@@ -105,21 +101,21 @@ class PeftLoraConfig:
         """
         _refuse_unsupported(fields)
 
-        def optional(name: str, convert: Any) -> dict[str, Any]:
+        def optional(name: str, convert: Callable[[str, Any], Any]) -> dict[str, Any]:
             value = fields.get(name)
             return {} if value is None else {name: convert(name, value)}
 
         base_name = fields.get("base_model_name_or_path")
         return cls(
-            **optional("r", _as_is),
-            **optional("lora_alpha", _as_is),
-            **optional("use_rslora", _as_is),
+            **optional("r", _rank),
+            **optional("lora_alpha", _finite),
+            **optional("use_rslora", _flag),
             **optional("target_modules", _names_or_regex),
             **optional("exclude_modules", _names_or_regex),
             **optional("layers_to_transform", _layers),
             **optional("layers_pattern", _one_or_more_names),
-            **optional("rank_pattern", _mapping),
-            **optional("alpha_pattern", _mapping),
+            **optional("rank_pattern", lambda n, v: _each(n, v, _rank)),
+            **optional("alpha_pattern", lambda n, v: _each(n, v, _finite)),
             base_name=base_name if isinstance(base_name, str) else None,
         )
 
@@ -223,20 +219,34 @@ def _ends_with_any(path: str, names: Iterable[str]) -> bool:
     return any(path == name or path.endswith(f".{name}") for name in names)
 
 
-def _named(what: str, pattern: Mapping[str, Any]) -> dict[str, Any]:
-    return {f"{what}_pattern[{key!r}]": value for key, value in pattern.items()}
-
-
 def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _is_number(value: Any) -> bool:
-    return _is_int(value) or (isinstance(value, float) and math.isfinite(value))
-
-
-def _as_is(name: str, value: Any) -> Any:
+def _rank(name: str, value: Any) -> int:
+    if not _is_int(value) or value < 1:
+        raise AdapterError(f"{name} must be an integer from 1, got {value!r}")
     return value
+
+
+def _finite(name: str, value: Any) -> float:
+    number = _is_int(value) or isinstance(value, float)
+    # Compared, not asked by isfinite: JSON's integers may be beyond a float's range.
+    if not number or not -sys.float_info.max <= value <= sys.float_info.max:
+        raise AdapterError(f"{name} must be a finite number, got {value!r}")
+    return float(value)
+
+
+def _flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise AdapterError(f"{name} must be true or false, got {value!r}")
+    return value
+
+
+def _each(name: str, value: Any, check: Callable[[str, Any], Any]) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise AdapterError(f"{name} must map patterns to numbers, got {value!r}")
+    return {key: check(f"{name}[{key!r}]", item) for key, item in value.items()}
 
 
 def _names_or_regex(name: str, value: Any) -> tuple[str, ...] | str:
@@ -257,9 +267,3 @@ def _layers(name: str, value: Any) -> tuple[int, ...]:
     if not isinstance(value, list | tuple) or not all(_is_int(item) for item in value):
         raise AdapterError(f"{name} must be one layer index or several, got {value!r}")
     return tuple(value)
-
-
-def _mapping(name: str, value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise AdapterError(f"{name} must map patterns to numbers, got {value!r}")
-    return value

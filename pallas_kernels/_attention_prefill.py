@@ -60,8 +60,9 @@ def default_config(
     """Choose a configuration; a function of static things alone."""
     lanes = padded(head_dim)
     if itemsize == 4:
-        # Without tensor cores a product is unrolled whole: 32 x 32 keeps it small.
-        tile_rows, block_kv, num_warps = 32, 32, 4
+        # Without tensor cores a product is unrolled whole: beyond this it spills.
+        tile_rows = block_kv = 32 if lanes <= 64 else 16
+        num_warps = 4
     else:
         tile_rows, block_kv, num_warps = 128, max(16, min(64, 8192 // lanes)), 8
     group_rows = pl.next_power_of_2(group)

@@ -436,12 +436,12 @@ def _module_of_block(
     block, d_outs: tuple[int, ...], offsets: tuple[int, ...], blocks: tuple[int, ...]
 ):
     """Return a column block's module, its first column, width, and block within it."""
+    # Sums, not selects: a select between Python numbers lowers to a boolean (0.12).
     module, start, width, first = 0, 0, d_outs[0], block
     for c in range(1, len(d_outs)):
-        before = sum(blocks[:c])
-        here = block >= before
-        module = jnp.where(here, c, module)
-        start = jnp.where(here, offsets[c], start)
-        width = jnp.where(here, d_outs[c], width)
-        first = jnp.where(here, block - before, first)
+        here = (block >= sum(blocks[:c])).astype(jnp.int32)
+        module += here
+        start += here * (offsets[c] - offsets[c - 1])
+        width += here * (d_outs[c] - d_outs[c - 1])
+        first -= here * blocks[c - 1]
     return module, start, width, first

@@ -40,9 +40,9 @@ class Bucket(NamedTuple):
 class Buckets:
     """The one place that chooses padded sizes.
 
-    Decode takes powers of two up to `max_seqs`; prefill takes `max_rows`, a quarter of
-    it and so on down to 32, each with 1, 8 or `max_seqs` sequences. At defaults (32
-    sequences, 2048 rows) these are 18 programs.
+    Decode takes powers of two up to `max_seqs`; prefill takes 32 rows and four times
+    that and so on up to `max_rows`, each with 1, 8 or `max_seqs` sequences. At defaults
+    (32 sequences, 2048 rows) these are 18 programs.
     """
 
     def __init__(self, max_seqs: int, max_rows: int):
@@ -72,12 +72,12 @@ class Buckets:
 
 
 def _ladder(least: int, most: int, factor: int) -> list[int]:
-    """Return `most` and its quotients by powers of `factor`, down to `least`."""
+    """Return `least`, its multiples by powers of `factor` below `most`, and `most`."""
     sizes = []
-    while most > least:
-        sizes.append(most)
-        most //= factor
-    return [*([least] if not sizes or sizes[-1] > least else []), *reversed(sizes)]
+    while least < most:
+        sizes.append(least)
+        least *= factor
+    return [*sizes, most]
 
 
 def _least(sizes: Sequence[int], needed: int) -> int:

@@ -99,9 +99,7 @@ def generate(
 
     rows = _ragged_rows(prompt_tokens, prompt_lens, slots)
     prefill = batch_of(*rows, prompt_lens, max_prompt)
-    first, cache = run_step(
-        model, cache, pools, prefill, implementation=implementation
-    )
+    first, cache = run_step(model, cache, pools, prefill, implementation=implementation)
     new_tokens = jnp.zeros((seqs, max_new_tokens), jnp.int32).at[:, 0].set(first)
     counts = jnp.ones((seqs,), jnp.int32)
     bounds = jnp.arange(seqs + 1, dtype=jnp.int32)
@@ -140,4 +138,3 @@ def _ragged_rows(
     column = jnp.minimum(row - bounds[seq], max_prompt - 1)
     tokens = jnp.where(live, prompt_tokens[seq, column].astype(jnp.int32), 0)
     return tokens, jnp.where(live, slots[seq], -1), bounds
-

@@ -5,17 +5,17 @@ runner's business. Every sequence in flight owns a seat with a fixed share of th
 pages.
 """
 
-import secrets
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from punica_jax.adapters import AdapterTable, LoadedAdapter
-from punica_jax.batch import Batch, Buckets, Chunk
+from punica_jax.batch import Batch, Buckets
 from punica_jax.models import (
     MODULE_GROUPS,
     AdapterError,
@@ -23,12 +23,10 @@ from punica_jax.models import (
     load_model,
     read_adapter,
 )
-from punica_jax.request import Completion, FinishReason, SamplingParams
+from punica_jax.request import Completion, SamplingParams
 from punica_jax.runner import Runner
-from punica_jax.tokenizer import Detokenizer, Tokenizer
-
-# Called with the prompt's index and its newest piece of text.
-TokenCallback = Callable[[int, str], None]
+from punica_jax.sequence import SequenceState, TokenCallback
+from punica_jax.tokenizer import Tokenizer
 
 _DEFAULT_MAX_MODEL_LEN = 2048
 _MAX_ROWS_PER_STEP = 2048
@@ -90,6 +88,10 @@ class LLM:
         for name, size in sizes.items():
             if size < 1:
                 raise ValueError(f"{name} must be at least 1, got {size}")
+        if page_size < 16 or page_size & (page_size - 1):
+            raise ValueError(
+                f"page_size must be a power of two of at least 16, got {page_size}"
+            )
         if dtype is None:
             on_cpu = jax.default_backend() == "cpu"
             dtype = jnp.float32 if on_cpu else jnp.bfloat16
@@ -128,7 +130,7 @@ class LLM:
 
     @property
     def adapters(self) -> Mapping[str, LoadedAdapter]:
-        return self._table
+        return MappingProxyType(self._table)
 
     @property
     def programs(self) -> list[str]:
@@ -188,7 +190,7 @@ class LLM:
     def generate(
         self,
         prompts: str | Sequence[str] | Sequence[Sequence[int]],
-        adapters: str | None | Sequence[str | None] = None,
+        adapters: str | Sequence[str | None] | None = None,
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         on_token: TokenCallback | None = None,
@@ -210,7 +212,7 @@ class LLM:
         """
         sequences = self._sequences(prompts, adapters, sampling, on_token)
         waiting = deque(sequences)
-        running: list[_Sequence] = []
+        running: list[SequenceState] = []
         free_seats = list(range(self._max_seats))
         while waiting or running:
             while waiting and free_seats:
@@ -228,7 +230,9 @@ class LLM:
                     free_seats.append(sequence.seat)
         return [sequence.completion() for sequence in sequences]
 
-    def _schedule(self, running: Sequence["_Sequence"]) -> list[tuple["_Sequence", int]]:
+    def _schedule(
+        self, running: Sequence[SequenceState]
+    ) -> list[tuple[SequenceState, int]]:
         """Choose the sequences of the next step and how many rows each gets.
 
         Prompts come first, in order, as far as a step has rows; else all decode.
@@ -247,7 +251,7 @@ class LLM:
 
     def _sequences(
         self, prompts: Any, adapters: Any, sampling: Any, on_token: Any
-    ) -> list["_Sequence"]:
+    ) -> list[SequenceState]:
         """Check the arguments of `generate` and make its sequences."""
         if isinstance(prompts, str):
             prompts = [prompts]
@@ -263,13 +267,14 @@ class LLM:
                     f"{len(values)} for {count} prompts"
                 )
         return [
-            _Sequence(
+            SequenceState(
                 index=index,
                 prompt=self._encode(index, prompt),
                 adapter=adapter,
                 slot=self._table.slot_of(adapter),
                 sampling=params,
-                llm=self,
+                tokenizer=self.tokenizer,
+                max_model_len=self.max_model_len,
                 on_token=on_token,
             )
             for index, (prompt, adapter, params) in enumerate(
@@ -298,88 +303,3 @@ class LLM:
                 "max_model_len"
             )
         return tokens
-
-
-class _Sequence:
-    """One prompt on its way: its tokens so far, and how many the cache holds."""
-
-    def __init__(
-        self,
-        *,
-        index: int,
-        prompt: list[int],
-        adapter: str | None,
-        slot: int,
-        sampling: SamplingParams,
-        llm: LLM,
-        on_token: TokenCallback | None,
-    ):
-        self.finish_reason: FinishReason | None = None
-        self.seat = -1
-        self._pages = range(0)
-        self._index = index
-        self._adapter = adapter
-        self._slot = slot
-        self._sampling = sampling
-        self._seed = secrets.randbits(32) if sampling.seed is None else sampling.seed
-        self._eos = frozenset() if sampling.ignore_eos else llm.tokenizer.eos_token_ids
-        self._num_prompt = len(prompt)
-        room = llm.max_model_len - self._num_prompt
-        self._max_len = self._num_prompt + min(sampling.max_new_tokens, room)
-        self._tokens = prompt
-        self._num_cached = 0
-        self._pieces: list[str] = []
-        self._detokenizer = Detokenizer(llm.tokenizer)
-        self._on_token = on_token
-
-    @property
-    def num_left(self) -> int:
-        """Tokens that the cache does not hold yet."""
-        return len(self._tokens) - self._num_cached
-
-    def sit(self, seat: int, pages_per_seq: int) -> None:
-        """Take a seat and its share of the KV pages."""
-        self.seat = seat
-        self._pages = range(seat * pages_per_seq, (seat + 1) * pages_per_seq)
-
-    def chunk(self, rows: int) -> Chunk:
-        """Return the next `rows` tokens as rows of a step."""
-        end = self._num_cached + rows
-        return Chunk(
-            tokens=self._tokens[self._num_cached : end],
-            kv_len=end,
-            pages=self._pages,
-            slot=self._slot,
-            temperature=self._sampling.temperature,
-            seed=self._seed,
-        )
-
-    def advance(self, rows: int, token: int) -> None:
-        """Take note of a step; its token counts if the prompt is through."""
-        self._num_cached += rows
-        if self.num_left:
-            return
-        self._tokens.append(token)
-        if token in self._eos:
-            self.finish_reason = "stop"
-        elif len(self._tokens) == self._max_len:
-            self.finish_reason = "length"
-        self._emit(self._detokenizer.push(token))
-        if self.finish_reason is not None:
-            self._emit(self._detokenizer.finish())
-
-    def completion(self) -> Completion:
-        assert self.finish_reason is not None
-        return Completion(
-            text="".join(self._pieces),
-            token_ids=tuple(self._tokens[self._num_prompt :]),
-            finish_reason=self.finish_reason,
-            adapter=self._adapter,
-            prompt_token_ids=tuple(self._tokens[: self._num_prompt]),
-        )
-
-    def _emit(self, piece: str) -> None:
-        if piece:
-            self._pieces.append(piece)
-            if self._on_token is not None:
-                self._on_token(self._index, piece)

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -115,9 +114,7 @@ class Runner:
     def launch(self, batch: Batch) -> jax.Array:
         """Run a step without waiting; returns `i32[seqs]` on the device."""
         self._buckets[batch.bucket] = None
-        tokens, self._cache = self._step(
-            self._weights, self._cache, self._pools, batch
-        )
+        tokens, self._cache = self._step(self._weights, self._cache, self._pools, batch)
         return tokens
 
     def warm_up(self, batches: Iterable[Batch]) -> None:
@@ -142,8 +139,11 @@ class Runner:
             for index, page in enumerate(numbers):
                 a_page, b_page = adapter.page(group, index)
                 self._pools, finite = self._write_page(
-                    self._pools, group=group, page=np.int32(page),
-                    a_page=a_page, b_page=b_page,
+                    self._pools,
+                    group=group,
+                    page=np.int32(page),
+                    a_page=a_page,
+                    b_page=b_page,
                 )
                 flags.append(finite)
         return all(bool(flag) for flag in flags)

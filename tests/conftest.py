@@ -1,8 +1,61 @@
-"""What every test runs under."""
+"""What every test runs under, and the compiled things that tests share."""
+
 
 import jax
+import pytest
 
 # Two CPU devices, for the tests under shard_map.
 jax.config.update("jax_num_cpu_devices", 2)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+
+class CompileCounter:
+    """Counts what XLA compiles inside a `with` block."""
+
+    _EVENT = "/jax/core/compile/backend_compile_duration"
+
+    def __enter__(self):
+        self.count = 0
+        jax.monitoring.register_event_duration_secs_listener(self._listen)
+        return self
+
+    def __exit__(self, *_):
+        jax.monitoring.unregister_event_duration_listener(self._listen)
+
+    def _listen(self, event, duration, **_):
+        self.count += event == self._EVENT
+
+
+@pytest.fixture
+def compiles():
+    return CompileCounter()
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory):
+    """A random tiny Llama directory, adapters `a`, `b`, `c`, `d` beside it."""
+    from tests import tiny_checkpoint as tiny
+
+    root = tmp_path_factory.mktemp("checkpoint")
+    tiny.write_model(root / "model")
+    tiny.write_adapter(root / "a", 4, seed=1)
+    tiny.write_adapter(root / "b", 20, ("q_proj", "v_proj"), seed=2)
+    tiny.write_adapter(root / "c", 64, seed=3)
+    tiny.write_adapter(root / "d", 8, ("down_proj",), seed=4)
+    return root
+
+
+@pytest.fixture(scope="session")
+def llm(checkpoint):
+    """An LLM with adapters `a`, `b` and `c`; tests leave these as they were."""
+    import punica_jax as pj
+
+    return pj.LLM(
+        checkpoint / "model",
+        {name: checkpoint / name for name in "abc"},
+        max_seats=4,
+        num_slots=5,
+        page_size=16,
+        progress=False,
+    )

@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from punica_jax import cli, demo
-from punica_jax.request import Completion
+from punica_jax import LLM, Completion, SamplingParams, cli, demo
+from tests import tiny_checkpoint
 
 RANKS = {"upper": (8,), "reverse": (4, 16), "[red]": (64,)}
 CASES = [
@@ -261,3 +261,56 @@ class TestCommands:
         assert result.exit_code == 2
         assert result.stderr == f"error: {text}\n"
         assert result.stdout == ""
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    path = tmp_path_factory.mktemp("checkpoint")
+    tiny_checkpoint.write_model(path / "model")
+    tiny_checkpoint.write_adapter(path / "a", 4, seed=1)
+    tiny_checkpoint.write_adapter(path / "b", 20, ("q_proj", "v_proj"), seed=2)
+    return path
+
+
+class TestRealModel:
+    """The same with `LLM`, on a model of random weights."""
+
+    def test_demo_run(self, checkpoint):
+        names = ["a", "b", None]
+        llm = LLM(
+            checkpoint / "model",
+            adapters={name: checkpoint / name for name in names if name},
+            progress=False,
+        )
+        sampling = SamplingParams(max_new_tokens=demo.MAX_NEW_TOKENS)
+        outs = llm.generate(["hello"] * 3, names, sampling)
+        cases = [
+            (name, "hello", out.text) for name, out in zip(names, outs, strict=True)
+        ]
+        assert len({text for _, _, text in cases}) == 3
+        right, output = _run(llm, cases)
+        assert right is True, output
+        assert "0 of them while streaming" in output
+        wrong = [*cases[:2], (None, "hello", cases[0][2])]
+        right, output = _run(llm, wrong)
+        assert right is False
+        assert "WRONG: no adapter, prompt 'hello': expected " in output
+
+    def test_generate(self, checkpoint):
+        words = ["generate", str(checkpoint / "model"), "hello", "hello"]
+        adapters = [f"--adapter={name}={checkpoint / name}" for name in "ab"]
+        options = ["--use=b", "--use=none", "--max-new-tokens=3"]
+        result = CliRunner().invoke(cli.app, [*words, *adapters, *options])
+        assert result.exit_code == 0, result.output
+        assert result.stdout.startswith("[b] hello\n")
+        assert "\n\n[none] hello\n" in result.stdout
+
+    def test_generate_names_what_is_wrong(self, checkpoint):
+        model = str(checkpoint / "model")
+        result = CliRunner().invoke(cli.app, ["generate", model, "hi", "--use=legal"])
+        assert result.exit_code == 2
+        assert result.stderr.startswith("error: no adapter named 'legal' is loaded")
+        missing = checkpoint / "nothing"
+        result = CliRunner().invoke(cli.app, ["generate", str(missing), "hi"])
+        assert result.exit_code == 2
+        assert result.stderr.startswith(f"error: {missing / 'tokenizer.json'}: no such")

@@ -12,7 +12,7 @@ from punica_jax.adapters import AdapterTable
 from punica_jax.models._config import MODULE_GROUPS, MODULE_PATHS
 from punica_jax.models._lora import LoraPools, set_slot, slot_tables, write_page
 from punica_jax.models._peft import Adapter, read_adapter, save_adapter
-from punica_jax.pallas_kernels import lora, segment_metadata
+from punica_jax.pallas_kernels import LoraPool, lora, segment_metadata
 from tests.adapter_cases import CONFIG, WIDTHS, Factors, random_factors
 
 NUM_SLOTS, NUM_PAGES, MAX_RANK = 3, 6, 40
@@ -72,35 +72,39 @@ def make_adapter(path, factors: Factors, dtype=np.float32, **fields) -> Adapter:
 
 
 @jax.jit
-def deltas(pools: LoraPools, slot: jax.Array) -> dict[str, list[jax.Array]]:
-    """Read `scale B A` of every layer and module, through the op itself."""
+def delta(view: LoraPool, slot: jax.Array) -> jax.Array:
+    """Read `scale B A [d_out_total, d_in]` of one layer's group, by the op itself."""
+    slots = jnp.full(view.d_in, slot, jnp.int32)
+    segments = segment_metadata(slots, num_slots=NUM_SLOTS, implementation="xla")
+    x = jnp.eye(view.d_in, dtype=view.dtype)
+    y = jnp.zeros((view.d_in, view.d_out), view.dtype)
+    return lora(y, x, view, segments, implementation="xla").T
+
+
+def deltas(pools: LoraPools, slot: int) -> dict[tuple[int, str], np.ndarray]:
+    """Read `scale B A` of every layer and module out of the pools."""
     found = {}
-    for group, modules in MODULE_GROUPS.items():
-        d_in, d_outs = CONFIG.d_in(group), CONFIG.d_outs(group)
-        slots = jnp.full(d_in, slot, jnp.int32)
-        segments = segment_metadata(slots, num_slots=NUM_SLOTS, implementation="xla")
-        x = jnp.eye(d_in, dtype=jnp.float32)
-        y = jnp.zeros((d_in, sum(d_outs)), jnp.float32)
-        for layer in range(CONFIG.num_layers):
+    for layer in range(CONFIG.num_layers):
+        for group, modules in MODULE_GROUPS.items():
             view = getattr(pools.layer(layer), group)
-            delta = lora(y, x, view, segments, implementation="xla").T
-            parts = jnp.split(delta, np.cumsum(d_outs)[:-1])
+            whole = np.asarray(delta(view, np.int32(slot)))
+            parts = np.split(whole, np.cumsum(view.d_outs)[:-1])
             for module, part in zip(modules, parts, strict=True):
-                found.setdefault(MODULE_PATHS[module], []).append(part)
+                found[layer, MODULE_PATHS[module]] = part
     return found
 
 
 def assert_holds(pools: LoraPools, slot: int, factors: Factors) -> None:
     """Assert that a slot computes these LoRAs, and nothing anywhere else."""
-    found = jax.device_get(deltas(pools, np.int32(slot)))
-    assert found.keys() == WIDTHS.keys()
-    for module, (d_in, d_out) in WIDTHS.items():
-        for layer, delta in enumerate(found[module]):
-            expected = np.zeros((d_out, d_in), np.float32)
-            if (layer, module) in factors:
-                a, b = factors[layer, module]
-                expected = b @ a
-            np.testing.assert_allclose(delta, expected, atol=1e-5, err_msg=module)
+    found = deltas(pools, slot)
+    assert found.keys() == all_ranks(1).keys()
+    for key, part in found.items():
+        d_in, d_out = WIDTHS[key[1]]
+        expected = np.zeros((d_out, d_in), np.float32)
+        if key in factors:
+            a, b = factors[key]
+            expected = b @ a
+        np.testing.assert_allclose(part, expected, atol=1e-5, err_msg=str(key))
 
 
 def all_ranks(rank: int, modules=ALL) -> dict[tuple[int, str], int]:
@@ -142,12 +146,10 @@ def test_a_view_copies_nothing():
     assert pools.layer(1).down.a is pools.down.a[1]
 
 
-def test_pools_pass_through_jit_and_vmap_as_a_pytree():
-    pools = make_pools()
-    again = jax.tree.map(lambda leaf: leaf, pools)
-    assert again.down.d_outs == (24,)
-    axes = jax.tree.map(lambda leaf: None, pools)
-    assert jax.tree.leaves(axes) == []
+def test_pools_pass_through_jit_as_a_pytree():
+    pools = jax.jit(lambda pools: pools)(make_pools())
+    assert pools.down.d_outs == (24,)
+    assert len(jax.tree.leaves(pools)) == 4 * (3 * CONFIG.num_layers + 1)
 
 
 # --- loading --------------------------------------------------------------------------
@@ -205,16 +207,20 @@ def test_writing_a_page_makes_nothing_visible(tmp_path):
 
 def test_a_page_is_written_where_it_belongs_and_nowhere_else(tmp_path):
     adapter = make_adapter(tmp_path, random_factors(all_ranks(24)), jnp.bfloat16)
-    before = jax.tree.map(np.array, make_pools(jnp.bfloat16))
     a_page, b_page = adapter.page("gate_up", 1)
     pools, finite = programs()[0](
         make_pools(jnp.bfloat16), "gate_up", np.int32(4), a_page, b_page
     )
     assert finite.dtype == jnp.bool_ and finite
     for layer in range(CONFIG.num_layers):
-        before.gate_up.a[layer][4] = a_page[layer]
-        before.gate_up.b[layer][4] = b_page[layer]
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(pools), before)
+        for leaf, page in ((pools.gate_up.a, a_page), (pools.gate_up.b, b_page)):
+            found = np.asarray(leaf[layer])
+            np.testing.assert_array_equal(found[4], page[layer])
+            assert page[layer].any() and not np.delete(found, 4, axis=0).any()
+    for group in ("qkv", "o", "down"):
+        assert not any(leaf.any() for leaf in jax.tree.leaves(pools.group(group)))
+    assert not pools.gate_up.page_table.any()
+    assert not any(used.any() for used in pools.gate_up.num_pages)
 
 
 # --- no recompiling, no copying -------------------------------------------------------
@@ -315,8 +321,8 @@ def test_bad_values_may_be_allowed(tmp_path):
     adapter = make_adapter(tmp_path, factors)
     pools, loaded = load(make_pools(), make_table(), "x", adapter, allow_nan=True)
     assert loaded
-    found = deltas(pools, np.int32(0))["self_attn.q_proj"]
-    assert [bool(jnp.isnan(delta).any()) for delta in found] == [False, True, False]
+    bad = {key for key, part in deltas(pools, 0).items() if np.isnan(part).any()}
+    assert bad == {(1, "self_attn.q_proj")}
 
 
 def test_scale_that_overflows_float16_is_refused(tmp_path):

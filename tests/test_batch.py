@@ -1,0 +1,54 @@
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from punica_jax.batch import Batch, Buckets, Chunk
+
+
+def test_default_programs_are_few():
+    buckets = list(Buckets(max_seqs=32, max_rows=2048))
+    assert len(buckets) == len(set(buckets)) <= 24
+    assert len({bucket.name for bucket in buckets}) == len(buckets)
+
+
+@given(
+    max_seqs=st.integers(1, 300),
+    max_rows=st.integers(300, 9000),
+    data=st.data(),
+)
+def test_every_choice_is_listed_and_large_enough(max_seqs, max_rows, data):
+    buckets = Buckets(max_seqs, max_rows)
+    seqs = data.draw(st.integers(1, max_seqs))
+    rows = data.draw(st.integers(seqs, max_rows))
+    bucket = buckets.choose(rows, seqs)
+    assert bucket in set(buckets)
+    assert bucket.rows >= rows and bucket.seqs >= seqs
+    assert (bucket.max_query_len == 1) == (rows == seqs)
+
+
+def test_layout():
+    def chunk(tokens, kv_len, pages, slot):
+        return Chunk(
+            tokens=tokens,
+            kv_len=kv_len,
+            pages=pages,
+            slot=slot,
+            temperature=0.5,
+            seed=2**32 - 1,
+        )
+
+    batch = Batch.of(
+        [chunk([7, 8, 9], 5, [3], 1), chunk([4], 20, [0, 2], -1)],
+        Buckets(max_seqs=4, max_rows=8),
+        pages_per_seq=2,
+    )
+    assert batch.bucket == (8, 4, 8)
+    np.testing.assert_array_equal(batch.tokens, [7, 8, 9, 4, 0, 0, 0, 0])
+    np.testing.assert_array_equal(batch.slots, [1, 1, 1, -1, -1, -1, -1, -1])
+    np.testing.assert_array_equal(batch.seqs.bounds, [0, 3, 4, 4, 4])
+    np.testing.assert_array_equal(batch.seqs.kv_lens, [5, 20, 0, 0])
+    np.testing.assert_array_equal(
+        batch.seqs.page_table, [[3, 0], [0, 2], [0, 0], [0, 0]]
+    )
+    np.testing.assert_array_equal(batch.logit_rows[:2], [2, 3])
+    assert batch.seeds[0] == 2**32 - 1 and batch.seeds.dtype == np.uint32

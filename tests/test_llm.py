@@ -1,0 +1,277 @@
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import punica_jax as pj
+from punica_jax.batch import Buckets
+from tests import tiny_checkpoint as tiny
+
+PROMPTS = ["hello", "hello", "hello", "a prompt that is longer", "x", "hello"]
+ADAPTERS = ["a", None, "b", "c", "a", "c"]
+GREEDY = pj.SamplingParams(max_new_tokens=12)
+
+
+@pytest.fixture(scope="module")
+def together(llm):
+    return llm.generate(PROMPTS, ADAPTERS, GREEDY)
+
+
+def test_rows_equal_the_same_requests_alone(llm, together):
+    # Six prompts on four seats: the batch's rows come and go.
+    for prompt, adapter, row in zip(PROMPTS, ADAPTERS, together, strict=True):
+        assert llm.generate(prompt, adapter, GREEDY) == [row]
+        assert row.adapter == adapter
+        assert len(row.token_ids) == 12 and row.finish_reason == "length"
+        assert row.text == llm.tokenizer.decode(row.token_ids)
+    hello = [row.token_ids for row in together[:3]]
+    assert len(set(hello)) == 3, "adapters must matter"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_generate_inside_jit_equals_llm(llm, checkpoint, temperature):
+    model = pj.load_model(checkpoint / "model", progress=False)
+    params = [
+        pj.SamplingParams(max_new_tokens=12, temperature=temperature, seed=seed)
+        for seed in range(len(PROMPTS))
+    ]
+    expected = llm.generate(PROMPTS, ADAPTERS, params)
+    # A stop token that some rows meet early.
+    eos = expected[0].token_ids[4]
+    lens = [len(row.prompt_token_ids) for row in expected]
+    prompts = np.full((len(lens), max(lens) + 3), 5, np.int32)
+    for row, completion in zip(prompts, expected, strict=True):
+        row[: len(completion.prompt_token_ids)] = completion.prompt_token_ids
+    slots = [llm.adapters[a].slot if a else -1 for a in ADAPTERS]
+
+    @jax.jit
+    def outer(model, pools, prompts, lens, slots, temperature, seeds):
+        return pj.generate(
+            model,
+            pools,
+            prompts,
+            lens,
+            slots,
+            max_new_tokens=12,
+            eos_token_ids=(eos,),
+            temperature=temperature,
+            seeds=seeds,
+            page_size=16,
+        )
+
+    tokens, counts = outer(
+        model,
+        llm._runner.pools,
+        jnp.asarray(prompts),
+        jnp.asarray(lens, jnp.int32),
+        jnp.asarray(slots, jnp.int32),
+        jnp.full(len(lens), temperature, jnp.float32),
+        jnp.arange(len(lens), dtype=jnp.uint32),
+    )
+    for row, count, completion in zip(tokens, counts, expected, strict=True):
+        want = list(completion.token_ids)
+        if eos in want:
+            want = want[: want.index(eos) + 1]
+        assert list(map(int, row[: int(count)])) == want
+        assert not row[int(count) :].any()
+
+
+def test_generate_checks_its_arguments(checkpoint):
+    model = pj.load_model(checkpoint / "model", progress=False)
+    one = jnp.ones((1,), jnp.int32)
+    with pytest.raises(ValueError, match=r"prompt_tokens must be i32\[seqs, max_pr"):
+        pj.generate(model, None, one, one, one, max_new_tokens=2)
+    with pytest.raises(ValueError, match=r"slots must be \[1\], got \(2,\)"):
+        pj.generate(model, None, one[None], one, jnp.ones((2,)), max_new_tokens=2)
+    with pytest.raises(ValueError, match="max_new_tokens must be at least 1, got 0"):
+        pj.generate(model, None, one[None], one, one, max_new_tokens=0)
+
+
+def test_stop_token_ends_a_row(llm, together, monkeypatch):
+    stop = together[0].token_ids[3]
+    cut = together[0].token_ids.index(stop) + 1
+    monkeypatch.setattr(llm.tokenizer, "eos_token_ids", frozenset([stop]))
+    row = llm.generate(PROMPTS[0], ADAPTERS[0], GREEDY)[0]
+    assert row.finish_reason == "stop"
+    assert row.token_ids == together[0].token_ids[:cut]
+    ignoring = dataclasses.replace(GREEDY, ignore_eos=True)
+    assert llm.generate(PROMPTS[0], ADAPTERS[0], ignoring) == [together[0]]
+
+
+def test_streamed_pieces_join_to_the_text(llm, together):
+    pieces = [""] * len(PROMPTS)
+
+    def collect(index, piece):
+        assert piece
+        pieces[index] += piece
+
+    llm.generate(PROMPTS, ADAPTERS, GREEDY, on_token=collect)
+    assert pieces == [row.text for row in together]
+
+
+def test_a_callback_that_raises_harms_nobody_later(llm, together):
+    def fail(index, piece):
+        raise RuntimeError("stop it")
+
+    with pytest.raises(RuntimeError, match="stop it"):
+        llm.generate(PROMPTS, ADAPTERS, GREEDY, on_token=fail)
+    assert llm.generate(PROMPTS, ADAPTERS, GREEDY) == together
+
+
+def test_prompts_are_prefilled_in_chunks(llm, together, monkeypatch):
+    # 8 rows a step: the prompts take several steps, and share some.
+    monkeypatch.setattr(llm, "_buckets", Buckets(max_seqs=4, max_rows=8))
+    assert llm.generate(PROMPTS, ADAPTERS, GREEDY) == together
+
+
+def test_token_prompts_and_seeds(llm, together):
+    tokens = [list(row.prompt_token_ids) for row in together]
+    assert llm.generate(tokens, ADAPTERS, GREEDY) == together
+    warm = [
+        pj.SamplingParams(max_new_tokens=12, temperature=2.0, seed=s) for s in (1, 1, 2)
+    ]
+    first, same, other = llm.generate(["hello"] * 3, "a", warm)
+    assert first == same and first != other
+    assert llm.generate("hello", "a", warm[0]) == [first]
+
+
+def test_the_context_ends_a_row(llm):
+    prompt = [7] * (llm.max_model_len - 2)
+    row = llm.generate([prompt], sampling=pj.SamplingParams(max_new_tokens=9))[0]
+    assert len(row.token_ids) == 2 and row.finish_reason == "length"
+
+
+def test_load_replace_unload(llm, checkpoint, together):
+    loaded = llm.load_adapter("legal", checkpoint / "d")
+    assert llm.adapters["legal"] is loaded
+    assert {row.module for row in loaded.report.rows} == {"mlp.down_proj"}
+    as_d = llm.generate("hello", "legal", GREEDY)[0].token_ids
+    slot = loaded.slot
+    llm.load_adapter("legal", checkpoint / "a")
+    assert llm.adapters["legal"].slot == slot
+    as_a = llm.generate("hello", "legal", GREEDY)[0].token_ids
+    assert as_a == together[0].token_ids != as_d
+    llm.unload_adapter("legal")
+    assert "legal" not in llm.adapters
+    with pytest.raises(pj.UnknownAdapterError, match=r"'legal'.*loaded are 'a', 'b'"):
+        llm.generate("hello", "legal", GREEDY)
+    with pytest.raises(pj.UnknownAdapterError, match="'legal'"):
+        llm.unload_adapter("legal")
+    # The emptied slot gives the base's own tokens.
+    llm._table.check_integrity()
+    assert llm.generate(PROMPTS, ADAPTERS, GREEDY) == together
+
+
+def test_nothing_is_compiled_twice(llm, checkpoint, together, compiles):
+    llm.generate(["x", "y"], ["a", None], GREEDY)  # the bucket of two rows
+    with compiles:
+        llm.load_adapter("new", checkpoint / "d")
+        llm.generate(["hi", "there"], ["new", "c"], GREEDY)
+        llm.load_adapter("new", checkpoint / "c")
+        llm.generate(["x", "hello, hello"], ["b", "new"], GREEDY)
+        llm.unload_adapter("new")
+        warm = pj.SamplingParams(max_new_tokens=5, temperature=0.7, seed=3)
+        llm.generate(["hi", "you"], [None, None], warm)
+        llm.generate(PROMPTS[::-1], ADAPTERS, GREEDY)
+    assert compiles.count == 0
+    assert llm.num_compiled == len(llm.programs)
+
+
+def spoil(source, target, value):
+    """Copy an adapter with one bad value."""
+    target.mkdir()
+    for name in ("adapter_config.json",):
+        (target / name).write_bytes((source / name).read_bytes())
+    tensors = load_file(source / "adapter_model.safetensors")
+    name = sorted(tensors)[-1]
+    tensors[name] = tensors[name].copy()
+    tensors[name].flat[-1] = value
+    save_file(tensors, target / "adapter_model.safetensors")
+    return target
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_weights_that_are_not_finite(llm, checkpoint, together, tmp_path, value):
+    path = spoil(checkpoint / "a", tmp_path / "bad", value)
+    with pytest.raises(pj.AdapterError, match=r"'bad'.*NaN or infinite.*allow_nan"):
+        llm.load_adapter("bad", path)
+    assert "bad" not in llm.adapters
+    with pytest.raises(pj.AdapterError, match=r"'a' at .*NaN or infinite"):
+        llm.load_adapter("a", path)  # the one that it would replace stays
+    llm._table.check_integrity()
+    assert llm.generate(PROMPTS, ADAPTERS, GREEDY) == together
+    llm.load_adapter("bad", path, allow_nan=True)
+    # One adapter's NaN is its own rows' business.
+    mixed = llm.generate(["hello", "hello"], ["bad", "a"], GREEDY)
+    assert mixed[1] == together[0]
+    llm.unload_adapter("bad")
+    assert llm.generate(PROMPTS, ADAPTERS, GREEDY) == together
+
+
+def test_capacity(llm, checkpoint, tmp_path):
+    llm.load_adapter("d1", checkpoint / "d")
+    llm.load_adapter("d2", checkpoint / "d")
+    with pytest.raises(pj.AdapterCapacityError, match="all 5 slots are taken"):
+        llm.load_adapter("d3", checkpoint / "d")
+    llm.unload_adapter("d1")
+    big = tiny.write_adapter(tmp_path / "big", 65)
+    with pytest.raises(pj.AdapterCapacityError, match="rank is 65, above max_rank"):
+        llm.load_adapter("big", big)
+    llm.unload_adapter("d2")
+    assert sorted(llm.adapters) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "adapters", "sampling", "message"),
+    [
+        (["a", ""], None, None, "prompt 1 is empty"),
+        ([[]], None, None, "prompt 0 is empty"),
+        (
+            [[5, 264]],
+            None,
+            None,
+            "prompt 0 has token 264; tokens must be from 0 to 263",
+        ),
+        ([[-1]], None, None, "prompt 0 has token -1"),
+        (["x" * 127], None, None, "128 tokens, which leaves no room.*is 128"),
+        (["a"], ["a", "b"], None, "adapters must be one .* got 2 for 1 prompts"),
+        (["a"], None, [GREEDY] * 3, "sampling must be one .* got 3 for 1 prompts"),
+        (["a"], "nope", None, "no adapter named 'nope' is loaded"),
+    ],
+)
+def test_bad_requests(llm, prompts, adapters, sampling, message):
+    with pytest.raises(ValueError, match=message):
+        llm.generate(prompts, adapters, sampling)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_seats": 0}, "max_seats must be at least 1, got 0"),
+        ({"max_model_len": 0}, "max_model_len must be at least 1, got 0"),
+        ({"max_model_len": 129}, "max_position_embeddings 128, got 129"),
+        ({"page_size": 24}, "page_size must be a power of two .* got 24"),
+    ],
+)
+def test_bad_sizes(checkpoint, options, message):
+    with pytest.raises(ValueError, match=message):
+        pj.LLM(checkpoint / "model", progress=False, **options)
+
+
+def test_half_precision_and_no_prompts(checkpoint):
+    llm = pj.LLM(
+        checkpoint / "model",
+        {"a": checkpoint / "a"},
+        dtype=jnp.bfloat16,
+        max_seats=2,
+        num_slots=1,
+        page_size=16,
+        progress=False,
+    )
+    assert llm.generate([]) == []
+    rows = llm.generate(["hello", "hello"], ["a", None], GREEDY)
+    assert rows[0].token_ids != rows[1].token_ids
+    assert rows[1] == llm.generate("hello", None, GREEDY)[0]

@@ -1,0 +1,128 @@
+"""What the kernels become for an NVIDIA GPU, seen from a machine without one."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from jax.sharding import AbstractDevice, AbstractMesh
+
+from punica_jax.batch import Batch, Buckets, Chunk
+from punica_jax.models import KvCache, Llama, LoraPools
+from punica_jax.pallas_kernels import lora, pack_adapters, segment_metadata
+from punica_jax.step import run_step
+from tests.tiny_checkpoint import CONFIG
+
+H200 = AbstractMesh(
+    (1,), ("x",), abstract_device=AbstractDevice("NVIDIA H200", 132, "gpu")
+)
+CALL = re.compile(
+    r"stablehlo\.custom_call @__gpu\$xla\.gpu\.triton\((?P<operands>[^)]*)\)"
+    r".*?name = \"(?P<name>\w+)\".*?: \((?P<types>.*?)\) ->"
+)
+
+
+def lower(function, *args):
+    """Return each Triton call's kernel name and operand types, in program order."""
+    args = jax.eval_shape(lambda *a: a, *args)
+    with jax.sharding.use_abstract_mesh(H200):
+        lowered = jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",))
+    lines = [line for line in lowered.as_text().splitlines() if "xla.gpu.triton" in line]
+    calls = [CALL.search(line) for line in lines]
+    assert all(calls), lines[0][:400]
+    return [(call["name"], call["types"]) for call in calls if call]
+
+
+def names(calls):
+    return [name for name, _ in calls]
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("rows", [1, 33])
+def test_op(dtype, rows):
+    pool = pack_adapters(jnp.zeros((3, 20, 40), dtype), jnp.zeros((3, 24, 20), dtype))
+
+    def forward(y, x, pool, slots):
+        segments = segment_metadata(
+            slots, num_slots=3, implementation="pallas_triton"
+        )
+        return lora(y, x, pool, segments, implementation="pallas_triton")
+
+    args = (
+        jnp.zeros((rows, 24), dtype),
+        jnp.zeros((rows, 40), dtype),
+        pool,
+        jnp.zeros((rows,), jnp.int32),
+    )
+    calls = lower(forward, *args)
+    assert names(calls) == ["segment_metadata", "lora_shrink", "lora_expand"]
+    for _, types in calls[1:]:
+        # The rows' order and the tile tables are operands, not constants.
+        assert f"tensor<1x{rows}xi32>" in types
+        tiles = 1 if rows == 1 else 5
+        assert types.count(f"tensor<1x{tiles}xi32>") >= 3
+
+    def loss(y, x, pool, slots):
+        return forward(y, x, pool, slots).astype(jnp.float32).sum()
+
+    backward = names(lower(jax.grad(loss, (0, 1, 2), allow_int=True), *args))
+    assert backward.count("lora_segment_outer") == 2
+    assert backward.count("lora_shrink") == 2  # of x again, and of dy
+
+
+def test_metadata_of_many_rows_is_xlas():
+    def build(slots):
+        return segment_metadata(slots, num_slots=3, implementation="pallas_triton")
+
+    assert names(lower(build, jnp.zeros((1024,), jnp.int32))) == ["segment_metadata"]
+    assert lower(build, jnp.zeros((1025,), jnp.int32)) == []
+
+
+@pytest.mark.parametrize("form", ["decode", "prefill"])
+def test_whole_step(form):
+    model = nnx.eval_shape(
+        lambda: Llama(CONFIG, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    )
+    cache = KvCache.zeros(CONFIG, 8, 16, jnp.bfloat16)
+    pools = LoraPools.zeros(
+        CONFIG, num_slots=4, num_pages=8, max_rank=32, dtype=jnp.bfloat16
+    )
+    rows = 1 if form == "decode" else 5
+    chunk = Chunk(
+        tokens=[1] * rows, kv_len=rows, pages=[0], slot=0, temperature=0.0, seed=0
+    )
+    batch = Batch.of([chunk] * 3, Buckets(4, 32), pages_per_seq=2)
+
+    def step(model, cache, pools, batch):
+        return run_step(model, cache, pools, batch, implementation="pallas_triton")
+
+    calls = names(lower(step, model, cache, pools, batch))
+    assert calls[0] == "segment_metadata"
+    assert calls.count("segment_metadata") == 1  # once a step
+    # One shrink and one expand for each of qkv, o, gate and up, down.
+    assert calls.count("lora_shrink") == 4 * CONFIG.num_layers
+    assert calls.count("lora_expand") == 4 * CONFIG.num_layers
+    attention = [name for name in calls if "attention" in name]
+    assert {name for name in attention if form in name}, attention
+    assert len(calls) == 1 + 8 * CONFIG.num_layers + len(attention)
+
+
+def test_no_environment_variables_and_no_compiler_options_inside():
+    # JAX refuses compiler options below another jit: each piece must nest.
+    import punica_jax as pj
+
+    pool = pack_adapters(jnp.ones((2, 4, 32)), jnp.ones((2, 32, 4)))
+    layer = pj.LoraLinear(32, (32,), rngs=nnx.Rngs(0))
+
+    @jax.jit
+    def outer(layer, x, slots):
+        segments = segment_metadata(slots, num_slots=2)
+        y = jax.jit(lambda layer, x: layer(x, (pool, segments)))(layer, x)
+        return jax.jit(pj.lora)(y, x, pool.a[:, 0], pool.b, slots)
+
+    out = outer(layer, jnp.ones((3, 32)), jnp.asarray([0, 1, -1], jnp.int32))
+    base = layer(jnp.ones((3, 32)))
+    # Each row's product is 32 * 4, twice; the idle row has none.
+    expected = base + jnp.asarray([[256.0], [256.0], [0.0]])
+    assert jnp.allclose(out, expected, rtol=1e-5)

@@ -59,7 +59,6 @@ from punica_jax.models import (
 from punica_jax.pallas_kernels import segment_metadata
 
 DTYPE = jnp.bfloat16
-BASE_NAME = "tiny_llama"
 # Long tiles: a training batch has tens of thousands of rows for eight adapters.
 _BLOCK_ROWS = 512
 _INIT_STDDEV = 0.03
@@ -92,7 +91,8 @@ def train_base(recipe: Recipe, out: Path) -> None:
 def train_adapters(recipe: Recipe, out: Path, implementation: str | None) -> None:
     """Train all adapters together over the base model in `out`; write them there."""
     model = load_model(out, dtype=DTYPE, progress=False)
-    fields = {name: {**ADAPTERS[name]} for name in TASKS}
+    base_name = {"base_model_name_or_path": out.resolve().name}
+    fields = {name: {**ADAPTERS[name], **base_name} for name in TASKS}
     adapters = AdapterSet(model.config, fields)
     rngs = _rngs(recipe, "adapters")
     weights = train(

@@ -14,15 +14,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from punica_jax.pallas_kernels._kv_tile import (
-    dot,
+    attend_block,
+    empty_sums,
     load_kv,
     load_page_ids,
     load_rows,
     padded,
     store_rows,
 )
-
-_LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,15 +31,12 @@ class DecodeConfig:
     Attributes:
       block_kv: tokens an iteration, a power of two, at least 16.
       splits: parts that each sequence's tokens are cut into, a power of two.
-      tensor_cores: multiply by tensor cores, whose 16 rows the query heads of a kv
-        head fill or pad. False takes a single head alone, without padding.
       num_warps: warps of a program.
-      num_stages: iterations whose loads overlap (with tensor cores only).
+      num_stages: iterations whose loads overlap.
     """
 
     block_kv: int
     splits: int
-    tensor_cores: bool
     num_warps: int = 4
     num_stages: int = 2
 
@@ -68,7 +64,6 @@ def default_config(
     return DecodeConfig(
         block_kv=block_kv,
         splits=_num_splits(seqs * kv_heads, pl.cdiv(max_kv_len, block_kv)),
-        tensor_cores=group > 1,
     )
 
 
@@ -106,7 +101,6 @@ def decode_attention(
             itemsize=k_pages.dtype.itemsize,
             max_kv_len=pages_per_seq * page_size,
         )
-    assert config.tensor_cores or heads == kv_heads
     # A slot is a sequence, and beyond those whatever padding rows are left.
     slots, splits = max(rows, seqs), config.splits
     out_shape = jax.ShapeDtypeStruct(q.shape, q.dtype)
@@ -177,8 +171,7 @@ def _decode_kernel(
     lower = split * blocks_per_split
     upper = jnp.minimum(lower + blocks_per_split, blocks)
 
-    num_lanes = padded(group) if config.tensor_cores else 1
-    lane = jnp.arange(num_lanes, dtype=jnp.int32)
+    lane = jnp.arange(padded(group), dtype=jnp.int32)
     head = kv_head * group + lane
     q = load_rows(q_ref, row, head, (lane < group) & (row < rows))
 
@@ -199,20 +192,14 @@ def _decode_kernel(
         k = load_kv(k_ref, page_ids, kv_head, start, kv_len, block_kv=block_kv)
         v = load_kv(v_ref, page_ids, kv_head, start, kv_len, block_kv=block_kv)
         seen = start + jnp.arange(block_kv, dtype=jnp.int32) < kv_len
-        step = _attend_rows if config.tensor_cores else _attend_places
-        state = step(q, k, v, seen, scale * math.log2(math.e), state)
+        state = attend_block(q, k, v, seen[None, :], scale * math.log2(math.e), state)
         return page_ids_at(start + block_kv), state
 
-    num_sums = num_lanes if config.tensor_cores else block_kv
-    state = (
-        jnp.full((num_sums,), _LOWEST, jnp.float32),
-        jnp.zeros((num_sums,), jnp.float32),
-        jnp.zeros((num_sums, q.shape[1]), jnp.float32),
-    )
+    state = empty_sums(q)
     _, state = jax.lax.fori_loop(
         lower, upper, body, (page_ids_at(lower * block_kv), state)
     )
-    top, total, acc = state if config.tensor_cores else _merge_places(state)
+    top, total, acc = state
     if not stats_refs:
         acc = acc / jnp.where(total > 0, total, 1.0)[:, None]
         store_rows(out_ref, row, head, (lane < group) & (row < rows), acc)
@@ -222,56 +209,6 @@ def _decode_kernel(
         plgpu.store(ref.at[part, head], value, mask=lane < group)
     # The sums of a split without tokens are never read.
     store_rows(out_ref, part, head, (lane < group) & (lower < upper), acc)
-
-
-def _attend_rows(
-    q: Array,  # [n, lanes]
-    k: Array,  # [block_kv, lanes]
-    v: Array,  # [block_kv, lanes]
-    seen: Array,  # bool[block_kv]
-    scale: float,
-    state: tuple[Array, Array, Array],  # f32[n], f32[n], f32[n, lanes]
-) -> tuple[Array, Array, Array]:
-    """Add a tile to each row's running maximum, total and sums (in base 2)."""
-    top, total, acc = state
-    scores = jnp.where(seen[None, :], dot(q, k, trans_b=True), -jnp.inf)
-    new_top = jnp.maximum(top, scores.max(axis=1) * scale)
-    weights = jnp.exp2(scores * scale - new_top[:, None])
-    decay = jnp.exp2(top - new_top)
-    acc = acc * decay[:, None] + dot(weights.astype(v.dtype), v)
-    return new_top, total * decay + weights.sum(axis=1), acc
-
-
-def _attend_places(
-    q: Array,  # [1, lanes]
-    k: Array,  # [block_kv, lanes]
-    v: Array,  # [block_kv, lanes]
-    seen: Array,  # bool[block_kv]
-    scale: float,
-    state: tuple[Array, Array, Array],  # f32[block_kv] twice, f32[block_kv, lanes]
-) -> tuple[Array, Array, Array]:
-    """Add a tile to one row's sums, kept apart for each place of the tile.
-
-    So threads exchange nothing but a token's own product until the loop has ended.
-    """
-    top, total, acc = state
-    products = q.astype(jnp.float32) * k.astype(jnp.float32)
-    scores = jnp.where(seen, products.sum(axis=1) * scale, -jnp.inf)
-    new_top = jnp.maximum(top, scores)
-    weights = jnp.exp2(scores - new_top)
-    decay = jnp.exp2(top - new_top)
-    acc = acc * decay[:, None] + weights[:, None] * v.astype(jnp.float32)
-    return new_top, total * decay + weights, acc
-
-
-def _merge_places(
-    state: tuple[Array, Array, Array],  # f32[block_kv] twice, f32[block_kv, lanes]
-) -> tuple[Array, Array, Array]:  # f32[1] twice, f32[1, lanes]
-    tops, totals, acc = state
-    top = tops.max(axis=0, keepdims=True)
-    weights = jnp.exp2(tops - top)
-    total = (totals * weights).sum(axis=0, keepdims=True)
-    return top, total, (acc * weights[:, None]).sum(axis=0, keepdims=True)
 
 
 def _combine_kernel(

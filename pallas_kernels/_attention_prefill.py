@@ -17,15 +17,14 @@ from jax.experimental.pallas import triton as plgpu
 from punica_jax.pallas_kernels._attention_reference import query_tiles
 from punica_jax.pallas_kernels._kv_tile import (
     MIN_DOT_DIM,
-    dot,
+    attend_block,
+    empty_sums,
     load_kv,
     load_page_ids,
     load_rows,
     padded,
     store_rows,
 )
-
-_LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +43,7 @@ class PrefillConfig:
     block_kv: int
     num_warps: int = 4
     num_stages: int = 2
+    peel: bool = True
 
     def __post_init__(self):
         for name, least in (("block_rows", 1), ("block_kv", MIN_DOT_DIM)):
@@ -204,33 +204,27 @@ def _attend_tile(
         load_page_ids, table_ref, seq, end=end, block_kv=block_kv, page_size=page_size
     )
 
-    def body(block, state, *, limit):
+    def body(block, carry, *, limit):
         # Loaded an iteration ahead: an address that waits for a load cannot be
         # prefetched by the compiler.
-        page_ids, top, total, acc = state
+        page_ids, sums = carry
         start = block * block_kv
         k = load_kv(k_ref, page_ids, kv_head, start, limit, block_kv=block_kv)
         v = load_kv(v_ref, page_ids, kv_head, start, limit, block_kv=block_kv)
-        scores = dot(q, k, trans_b=True)
+        seen = None
         if limit is not None:
             token = start + jnp.arange(block_kv, dtype=jnp.int32)
             seen = token[None, :] <= (before + row)[:, None]
-            scores = jnp.where(seen & (token < end)[None, :], scores, -jnp.inf)
-        new_top = jnp.maximum(top, scores.max(axis=1) * scale)
-        weights = jnp.exp2(scores * scale - new_top[:, None])
-        decay = jnp.exp2(top - new_top)
-        acc = acc * decay[:, None] + dot(weights.astype(v.dtype), v)
-        total = total * decay + weights.sum(axis=1)
-        return page_ids_at(start + block_kv), new_top, total, acc
+            seen &= (token < limit)[None, :]
+        sums = attend_block(q, k, v, seen, scale, sums)
+        return page_ids_at(start + block_kv), sums
 
-    state = (
-        page_ids_at(jnp.int32(0)),
-        jnp.full(lane.shape, _LOWEST, jnp.float32),
-        jnp.zeros(lane.shape, jnp.float32),
-        jnp.zeros(q.shape, jnp.float32),
-    )
-    state = lax.fori_loop(0, whole, functools.partial(body, limit=None), state)
-    state = lax.fori_loop(whole, blocks, functools.partial(body, limit=end), state)
-    _, _, total, acc = state
+    carry = (page_ids_at(jnp.int32(0)), empty_sums(q))
+    if config.peel:
+        carry = lax.fori_loop(0, whole, functools.partial(body, limit=None), carry)
+    else:
+        whole = 0
+    _, sums = lax.fori_loop(whole, blocks, functools.partial(body, limit=end), carry)
+    _, total, acc = sums
     out = acc / jnp.where(total > 0, total, 1.0)[:, None]
     store_rows(out_ref, first + row, head, mask, out)

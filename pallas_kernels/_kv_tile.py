@@ -1,6 +1,7 @@
-"""Tiles of keys and values as the attention kernels read them from their pages.
+"""One tile of keys and values: how the attention kernels read it and attend to it.
 
-Knows how a sequence's tokens lie in pages; nothing of queries or softmax.
+Knows how a sequence's tokens lie in pages, and a softmax's running sums; nothing of
+which tiles a program visits.
 """
 
 import jax.numpy as jnp
@@ -15,12 +16,6 @@ MIN_DOT_DIM = 16
 def padded(dim: int) -> int:
     """The lanes that `dim` values take in a product: a power of two, at least 16."""
     return max(MIN_DOT_DIM, pl.next_power_of_2(dim))
-
-
-def dot(a: Array, b: Array, *, trans_b: bool = False) -> Array:
-    """`a @ b` (`a @ b.T`) accumulated in float32; no TF32 for float32 factors."""
-    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    return plgpu.dot(a, b, trans_b=trans_b, precision=precision)
 
 
 def load_rows(
@@ -105,6 +100,49 @@ def load_kv(
     return plgpu.load(
         ref.at[page_ids, kv_head, place[:, None], index], mask=live, other=0.0
     )
+
+
+Sums = tuple[Array, Array, Array]  # f32[n] maximum, f32[n] total, f32[n, lanes]
+
+
+def empty_sums(q: Array) -> Sums:  # q: [n, lanes]
+    """The sums over no tokens, for `attend_block`."""
+    return (
+        # Finite, for the difference of two of them must not be NaN.
+        jnp.full(q.shape[:1], jnp.finfo(jnp.float32).min, jnp.float32),
+        jnp.zeros(q.shape[:1], jnp.float32),
+        jnp.zeros(q.shape, jnp.float32),
+    )
+
+
+def attend_block(
+    q: Array,  # [n, lanes]
+    k: Array,  # [block_kv, lanes]
+    v: Array,  # [block_kv, lanes]
+    seen: Array | None,  # bool[n or 1, block_kv]; None if every row sees every token
+    scale: float,
+    sums: Sums,
+) -> Sums:
+    """Add a tile to each row's running maximum, total of weights and weighted sum.
+
+    Weights are powers of two: `scale` has a factor log2(e).
+    """
+    top, total, acc = sums
+    scores = _dot(q, k, trans_b=True)
+    if seen is not None:
+        scores = jnp.where(seen, scores, -jnp.inf)
+    # Scaled after the maximum, so that each weight takes one multiply-add.
+    new_top = jnp.maximum(top, scores.max(axis=1) * scale)
+    weights = jnp.exp2(scores * scale - new_top[:, None])
+    decay = jnp.exp2(top - new_top)
+    acc = acc * decay[:, None] + _dot(weights.astype(v.dtype), v)
+    return new_top, total * decay + weights.sum(axis=1), acc
+
+
+def _dot(a: Array, b: Array, *, trans_b: bool = False) -> Array:
+    # Accumulated in float32; no TF32 for float32 factors.
+    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    return plgpu.dot(a, b, trans_b=trans_b, precision=precision)
 
 
 def _lanes(head_dim: int) -> tuple[Array, Array]:  # i32[1, lanes], bool[1, lanes]

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from punica_jax.models import (
@@ -45,7 +45,7 @@ def unit_variance(shape, seed=0) -> jax.Array:
 
 
 def table_of(seqs: list[tuple[list[int], int, int]]) -> SeqTable:
-    """Make a table from (pages, rows, tokens) of each sequence; unused entries are -1."""
+    """Make a table from (pages, rows, tokens) of each sequence; unused pages are -1."""
     pages_per_seq = max(len(pages) for pages, _, _ in seqs)
     table = np.full((len(seqs), pages_per_seq), -1, np.int32)
     for seq, (pages, _, _) in enumerate(seqs):
@@ -81,11 +81,15 @@ def dense_logits(model, tokens):
     return model.logits(hidden).reshape(seqs, seq_len, -1)
 
 
+def make_model(config: LlamaConfig = CONFIG) -> Llama:
+    """Make weights large enough for attention to have something to do."""
+    model = Llama(config, rngs=nnx.Rngs(0))
+    return jax.tree.map(lambda leaf: leaf * 5 if leaf.ndim == 2 else leaf, model)
+
+
 @pytest.fixture(scope="module")
 def model() -> Llama:
-    """A model whose weights are large enough for attention to have something to do."""
-    model = Llama(CONFIG, rngs=nnx.Rngs(0))
-    return jax.tree.map(lambda leaf: leaf * 5 if leaf.ndim == 2 else leaf, model)
+    return make_model()
 
 
 @pytest.fixture(scope="module")
@@ -178,9 +182,9 @@ def test_parameters_and_nothing_else_are_state():
     model = nnx.eval_shape(lambda: Llama(CONFIG, rngs=nnx.Rngs(0)))
     leaves = jax.tree.leaves(nnx.state(model))
     assert len(leaves) == len(jax.tree.leaves(nnx.state(model, nnx.Param)))
-    layer = 24 + 2 * (32 * 64 + 32) + 32 * 32  # norms and biases below
-    layer = 64 * 32 + 32 * 32 + 80 * 32 + 32 * 40 + 2 * 32 + (80 + 32)
-    assert sum(leaf.size for leaf in leaves) == 2 * layer + 2 * 48 * 32 + 32
+    weights, norms, biases = (64 + 32 + 80 + 40) * 32, 2 * 32, 80 + 32
+    layers = 2 * (weights + norms + biases)
+    assert sum(leaf.size for leaf in leaves) == layers + 2 * 48 * 32 + 32
 
 
 def test_random_weights():
@@ -192,7 +196,7 @@ def test_random_weights():
     for one, two in zip(jax.tree.leaves(first), jax.tree.leaves(again), strict=True):
         np.testing.assert_array_equal(one, two)
     assert (np.asarray(first.embed[...]) != np.asarray(second.embed[...])).all()
-    half = Llama(CONFIG, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    half = nnx.eval_shape(lambda: Llama(CONFIG, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
     assert {leaf.dtype for leaf in jax.tree.leaves(half)} == {jnp.dtype(jnp.bfloat16)}
 
 
@@ -215,33 +219,12 @@ def test_logits_of_a_half_precision_model_are_float32():
 
 
 def test_pools_and_segments_come_together(model):
-    segments = segment_metadata(jnp.zeros(1, jnp.int32), num_slots=1)
-    row = jnp.zeros(1, jnp.int32)
-    with pytest.raises(ValueError, match="together, got segments alone"):
-        model(row, row, dense_causal_attention(1), None, segments)
-
-
-def test_rows_without_adapter_equal_the_base_model(model, tokens, expected):
-    pools = LoraPools.zeros(CONFIG, num_slots=2, num_pages=2, max_rank=16)
-    # What idle rows must not touch.
-    pools = jax.tree.map(
-        lambda leaf: (
-            jnp.full_like(leaf, jnp.nan)
-            if jnp.issubdtype(leaf.dtype, jnp.floating)
-            else leaf
-        ),
-        pools,
+    pools = jax.eval_shape(
+        lambda: LoraPools.zeros(CONFIG, num_slots=1, num_pages=1, max_rank=16)
     )
-
-    @jax.jit
-    def logits(model, pools, tokens):
-        segments = segment_metadata(jnp.full(21, -1, jnp.int32), num_slots=2)
-        positions = jnp.arange(21, dtype=jnp.int32)
-        attend = dense_causal_attention(21)
-        return model.logits(model(tokens, positions, attend, pools, segments))
-
-    got = logits(model, pools, tokens[0])
-    np.testing.assert_allclose(got, expected[0], atol=1e-4)
+    row = jnp.zeros(1, jnp.int32)
+    with pytest.raises(ValueError, match="together, got lora alone"):
+        model(row, row, dense_causal_attention(1), pools)
 
 
 def test_dense_attention_checks_its_rows():
@@ -250,11 +233,11 @@ def test_dense_attention_checks_its_rows():
         dense_causal_attention(4)(0, q, q, q)
 
 
-def test_gradient_of_the_dense_form(model, tokens):
+def test_gradient_of_the_dense_form(tokens):
     """Against a central difference along the gradient itself."""
+    model = make_model(dataclasses.replace(CONFIG, num_layers=1))
     batch = tokens[:, :8]
 
-    @jax.jit
     def loss(model):
         seqs, seq_len = batch.shape
         positions = jnp.tile(jnp.arange(seq_len, dtype=jnp.int32), seqs)
@@ -282,20 +265,19 @@ def test_gradient_of_the_dense_form(model, tokens):
 # The cache
 
 
+@settings(deadline=None)  # the first example compiles
 @given(
-    lens=st.lists(st.integers(0, 5), min_size=1, max_size=6),
+    lens=st.lists(st.integers(0, 5), min_size=6, max_size=6),
     past=st.lists(st.integers(0, 40), min_size=6, max_size=6),
-    padding=st.integers(0, 3),
 )
-def test_seq_table_against_a_loop(lens, past, padding):
-    table = table_of([([0], n, n + old) for n, old in zip(lens, past, strict=False)])
-    rows = sum(lens) + padding
-    if rows == 0:
-        return
+def test_seq_table_against_a_loop(lens, past):
+    table = table_of([([0], n, n + old) for n, old in zip(lens, past, strict=True)])
+    rows = 33
     seqs = [seq for seq, n in enumerate(lens) for _ in range(n)]
     places = [past[seq] + i for seq, n in enumerate(lens) for i in range(n)]
-    assert table.num_seqs == len(lens)
-    assert table.seq_of_row(rows).tolist() == seqs + [len(lens)] * padding
+    padding = rows - len(seqs)
+    assert table.num_seqs == 6
+    assert table.seq_of_row(rows).tolist() == seqs + [6] * padding
     assert table.positions(rows).tolist() == places + [0] * padding
 
 

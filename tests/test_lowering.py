@@ -28,7 +28,9 @@ def lower(function, *args):
     args = jax.eval_shape(lambda *a: a, *args)
     with jax.sharding.use_abstract_mesh(H200):
         lowered = jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",))
-    lines = [line for line in lowered.as_text().splitlines() if "xla.gpu.triton" in line]
+    lines = [
+        line for line in lowered.as_text().splitlines() if "xla.gpu.triton" in line
+    ]
     calls = [CALL.search(line) for line in lines]
     assert all(calls), lines[0][:400]
     return [(call["name"], call["types"]) for call in calls if call]
@@ -44,9 +46,7 @@ def test_op(dtype, rows):
     pool = pack_adapters(jnp.zeros((3, 20, 40), dtype), jnp.zeros((3, 24, 20), dtype))
 
     def forward(y, x, pool, slots):
-        segments = segment_metadata(
-            slots, num_slots=3, implementation="pallas_triton"
-        )
+        segments = segment_metadata(slots, num_slots=3, implementation="pallas_triton")
         return lora(y, x, pool, segments, implementation="pallas_triton")
 
     args = (
@@ -81,9 +81,7 @@ def test_metadata_of_many_rows_is_xlas():
 
 @pytest.mark.parametrize("form", ["decode", "prefill"])
 def test_whole_step(form):
-    model = nnx.eval_shape(
-        lambda: Llama(CONFIG, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
-    )
+    model = nnx.eval_shape(lambda: Llama(CONFIG, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
     cache = KvCache.zeros(CONFIG, 8, 16, jnp.bfloat16)
     pools = LoraPools.zeros(
         CONFIG, num_slots=4, num_pages=8, max_rank=32, dtype=jnp.bfloat16

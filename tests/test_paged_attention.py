@@ -288,9 +288,9 @@ class KernelTests(AttentionTests):
     @pytest.mark.parametrize(
         "config",
         [
-            DecodeConfig(block_kv=16, splits=1, tensor_cores=False, num_warps=1),
-            DecodeConfig(block_kv=32, splits=4, tensor_cores=False),
-            DecodeConfig(block_kv=64, splits=16, tensor_cores=True, num_stages=3),
+            DecodeConfig(block_kv=16, splits=1, num_warps=1),
+            DecodeConfig(block_kv=32, splits=4),
+            DecodeConfig(block_kv=64, splits=16, num_stages=3),
         ],
     )
     def test_decode_configs(self, config):
@@ -445,11 +445,11 @@ def test_prefill_tiles_follow_the_longest_query():
     ("make", "message"),
     [
         (
-            lambda: DecodeConfig(block_kv=48, splits=1, tensor_cores=True),
+            lambda: DecodeConfig(block_kv=48, splits=1),
             "block_kv must be a power of two, at least 16, got 48",
         ),
         (
-            lambda: DecodeConfig(block_kv=16, splits=0, tensor_cores=True),
+            lambda: DecodeConfig(block_kv=16, splits=0),
             "splits must be a power of two, at least 1, got 0",
         ),
         (

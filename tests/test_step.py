@@ -1,0 +1,196 @@
+"""Promises of a whole step, bit for bit, on logits."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from punica_jax.batch import Batch, Buckets, Chunk
+from punica_jax.models import (
+    MODULE_GROUPS,
+    CachedAttention,
+    KvCache,
+    Llama,
+    LoraPools,
+    read_adapter,
+    set_slot,
+    slot_tables,
+    write_page,
+)
+from punica_jax.pallas_kernels import segment_metadata
+from tests.tiny_checkpoint import CONFIG
+
+GPU = pytest.param("pallas_triton", marks=pytest.mark.gpu)
+IMPLEMENTATIONS = ["xla", GPU]
+PAGE_SIZE = 16
+KV_PAGES = 12
+RANK_PAGES = 9
+BUCKETS = Buckets(max_seqs=4, max_rows=32)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return Llama(CONFIG, dtype=jnp.float32, rngs=nnx.Rngs(0))
+
+
+def place(pools, slot, adapter, pages):
+    """Write an adapter to given pages (a list for all groups) and show it."""
+    owned = {}
+    for group in MODULE_GROUPS:
+        owned[group] = pages[: adapter.num_pages(group)]
+        for index, page in enumerate(owned[group]):
+            arrays = map(jnp.asarray, adapter.page(group, index))
+            pools, finite = write_page(pools, group, jnp.int32(page), *arrays)
+            assert finite
+    counts = {group: adapter.counts(group) for group in MODULE_GROUPS}
+    tables = slot_tables(pools, owned, counts)
+    return set_slot(pools, jnp.int32(slot), jax.tree.map(jnp.asarray, tables))
+
+
+def make_pools(checkpoint, slots, pages):
+    """Place adapters `a`, `b`, `c` at given slots and pages."""
+    pools = LoraPools.zeros(CONFIG, num_slots=5, num_pages=RANK_PAGES, max_rank=64)
+    for name in "abc":
+        adapter = read_adapter(checkpoint / name, CONFIG, dtype=np.float32)
+        pools = place(pools, slots[name], adapter, pages[name])
+    return pools
+
+
+@pytest.fixture(scope="module")
+def run(model):
+    """A jitted step that returns logits `[seqs, vocab]` and the cache."""
+
+    def step(model, cache, pools, batch, implementation):
+        rows = batch.tokens.shape[0]
+        attend = CachedAttention(
+            cache, batch.seqs, rows, batch.max_query_len, implementation
+        )
+        segments = segment_metadata(
+            batch.slots, num_slots=pools.num_slots, implementation=implementation
+        )
+        positions = batch.seqs.positions(rows)
+        hidden = model(
+            batch.tokens,
+            positions,
+            attend,
+            pools,
+            segments,
+            implementation=implementation,
+        )
+        return model.logits(hidden[batch.logit_rows]), attend.cache
+
+    jitted = jax.jit(step, static_argnums=4)
+
+    def call(cache, pools, chunks, implementation):
+        batch = Batch.of(chunks, BUCKETS, pages_per_seq=3)
+        batch = jax.tree.map(jnp.asarray, batch)
+        logits, cache = jitted(model, cache, pools, batch, implementation)
+        return np.asarray(logits), cache
+
+    return call
+
+
+def chunk(tokens, kv_len, pages, slot):
+    return Chunk(
+        tokens=tokens, kv_len=kv_len, pages=pages, slot=slot, temperature=0.0, seed=0
+    )
+
+
+PROMPTS = [[1, 2, 3, 4, 5], [9, 8], [7] * 17]
+SLOTS = {"a": 0, "b": 1, "c": 2}
+PAGES = {"a": [0], "b": [1, 2], "c": [3, 4, 5, 6]}
+
+
+def two_steps(run, cache, pools, order, kv_pages, slots, implementation):
+    """Prefill then decode the prompts in some order; return logits in prompt order."""
+    results = []
+    for extra in (0, 1):
+        chunks = []
+        for i in order:
+            prompt = PROMPTS[i]
+            tokens = prompt if not extra else [3]
+            slot = slots["abc"[i]]
+            chunks.append(chunk(tokens, len(prompt) + extra, kv_pages[i], slot))
+        logits, cache = run(cache, pools, chunks, implementation)
+        results.append([logits[order.index(i)] for i in range(3)])
+    return np.asarray(results)
+
+
+@pytest.fixture(scope="module", params=IMPLEMENTATIONS)
+def baseline(request, run, checkpoint):
+    cache = KvCache.zeros(CONFIG, KV_PAGES, PAGE_SIZE)
+    pools = make_pools(checkpoint, SLOTS, PAGES)
+    kv_pages = [[0], [1], [2, 3]]
+    args = (run, cache, pools, [0, 1, 2], kv_pages, SLOTS, request.param)
+    return request.param, two_steps(*args)
+
+
+def test_free_pages_of_nan_change_nothing(baseline, run, checkpoint):
+    implementation, expected = baseline
+    cache = KvCache.zeros(CONFIG, KV_PAGES, PAGE_SIZE)
+    cache = jax.tree.map(lambda leaf: jnp.full_like(leaf, jnp.nan), cache)
+    empty = LoraPools.zeros(CONFIG, num_slots=5, num_pages=RANK_PAGES, max_rank=64)
+    poisoned = jax.tree.map(
+        lambda leaf: (
+            jnp.full_like(leaf, jnp.nan)
+            if jnp.issubdtype(leaf.dtype, jnp.floating)
+            else leaf
+        ),
+        empty,
+    )
+    for name in "abc":
+        adapter = read_adapter(checkpoint / name, CONFIG, dtype=np.float32)
+        poisoned = place(poisoned, SLOTS[name], adapter, PAGES[name])
+    kv_pages = [[0], [1], [2, 3]]
+    actual = two_steps(run, cache, poisoned, [0, 1, 2], kv_pages, SLOTS, implementation)
+    np.testing.assert_array_equal(actual, expected)
+
+
+def test_neighbours_pages_and_slots_permuted(baseline, run, checkpoint):
+    implementation, expected = baseline
+    slots = {"a": 4, "b": 0, "c": 3}
+    pages = {"a": [8], "b": [2, 0], "c": [7, 1, 5, 3]}
+    actual = two_steps(
+        run,
+        KvCache.zeros(CONFIG, KV_PAGES, PAGE_SIZE),
+        make_pools(checkpoint, slots, pages),
+        [2, 0, 1],
+        [[11], [5], [9, 0]],
+        slots,
+        implementation,
+    )
+    np.testing.assert_array_equal(actual, expected)
+
+
+def test_a_neighbour_of_nan_harms_nobody(baseline, run, checkpoint):
+    implementation, expected = baseline
+    pools = make_pools(checkpoint, SLOTS, PAGES)
+    bad = dataclasses.replace(
+        pools.qkv, a=tuple(a.at[PAGES["b"][0]].set(jnp.nan) for a in pools.qkv.a)
+    )
+    actual = two_steps(
+        run,
+        KvCache.zeros(CONFIG, KV_PAGES, PAGE_SIZE),
+        dataclasses.replace(pools, qkv=bad),
+        [0, 1, 2],
+        [[0], [1], [2, 3]],
+        SLOTS,
+        implementation,
+    )
+    np.testing.assert_array_equal(actual[:, [0, 2]], expected[:, [0, 2]])
+    assert np.isnan(actual[:, 1]).all()
+
+
+def test_chunks_of_a_prompt_equal_the_whole(baseline, run, checkpoint):
+    implementation, expected = baseline
+    cache = KvCache.zeros(CONFIG, KV_PAGES, PAGE_SIZE)
+    pools = make_pools(checkpoint, SLOTS, PAGES)
+    prompt, start = PROMPTS[2], 0
+    for end in (3, 4, 16, 17):
+        part = chunk(prompt[start:end], end, [2, 3], SLOTS["c"])
+        logits, cache = run(cache, pools, [part], implementation)
+        start = end
+    np.testing.assert_allclose(logits[0], expected[0][2], rtol=1e-4, atol=1e-5)

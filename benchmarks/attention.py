@@ -1,18 +1,22 @@
 """Device time of paged attention: `python -m benchmarks.attention [--sweep] [NAME...]`.
 
-Every launch reads other pages than the one before it (more than the 60 MB of L2 lie
-between two launches that share some), all launches of a measurement are enqueued
-before the first wait, and a figure is the median of many measurements. The gap between
-two launches is in it. Results are compared with the reference before anything is timed.
+Every launch reads other pages than the one before it, so that more than the 60 MB of
+L2 lie between two launches that share some. Two figures, each a median: `kernels` adds
+the durations of a launch's kernels as the profiler saw them; `wall` is the time of many
+launches, all enqueued before the first wait, over their number, so the gaps between
+kernels are in it, and the host where it is slower than the device. Results are compared
+with the reference before anything is timed.
 """
 
 import argparse
 import dataclasses
 import functools
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +44,7 @@ COLD_BYTES = 256e6
 
 Operands = tuple[Array, ...]
 Config = DecodeConfig | PrefillConfig
+Step = Callable[[Sequence[Operands]], list[Array]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,51 +144,56 @@ def default_config(case: Case) -> Config:
 def sweep_configs(case: Case) -> list[Config]:
     """Configurations worth trying; the default comes first."""
     configs: list[Config] = [default_config(case)]
+    group = case.heads // case.kv_heads
     if case.query_len > 1:
-        group = case.heads // case.kv_heads
-        for tile_rows, block_kv, num_warps, num_stages in (
-            (128, 64, 8, 2),
-            (128, 64, 8, 3),
-            (128, 64, 4, 3),
-            (128, 128, 8, 2),
-            (64, 64, 4, 2),
-            (64, 64, 4, 3),
-            (64, 128, 4, 2),
-            (64, 32, 4, 3),
-        ):
-            configs.append(
-                PrefillConfig(
-                    block_rows=tile_rows // group,
-                    block_kv=block_kv,
-                    num_warps=num_warps,
-                    num_stages=num_stages,
-                )
+        configs += [
+            PrefillConfig(
+                block_rows=tile_rows // group,
+                block_kv=block_kv,
+                num_warps=num_warps,
+                num_stages=num_stages,
+                peel=peel,
             )
+            for peel in (False, True)
+            for tile_rows, block_kv, num_warps, num_stages in (
+                (128, 64, 8, 2),
+                (128, 64, 8, 3),
+                (128, 128, 8, 2),
+                (128, 32, 8, 3),
+                (64, 64, 4, 2),
+                (64, 64, 4, 3),
+                (64, 32, 4, 2),
+                (64, 32, 4, 3),
+                (64, 32, 4, 4),
+            )
+        ]
         return configs
     # Fewer programs leave the device idle, more only add to what is combined.
     programs = case.seqs * case.kv_heads
     most = min(32, case.kv_len // 32)
     splits = [n for n in (1, 2, 4, 8, 16, 32) if n <= most]
-    splits = [n for n in splits if 200 <= programs * n <= 2048] or (
-        [1] if programs > 2048 else [most]
-    )
-    forms = [(True, (64, 4, 2)), (True, (64, 4, 3)), (True, (64, 2, 3))]
-    forms += [(True, (32, 2, 3)), (True, (128, 4, 2))]
-    if case.heads == case.kv_heads:
-        forms = [forms[0], forms[1], (False, (64, 4, 1)), (False, (64, 8, 1))]
-        forms += [(False, (32, 4, 1)), (False, (32, 2, 1)), (False, (16, 1, 1))]
-    for num_splits in splits:
-        for tensor_cores, (block_kv, num_warps, num_stages) in forms:
-            configs.append(
-                DecodeConfig(
-                    block_kv=block_kv,
-                    splits=num_splits,
-                    tensor_cores=tensor_cores,
-                    num_warps=num_warps,
-                    num_stages=num_stages,
-                )
-            )
-    return configs
+    splits = [n for n in splits if 200 <= programs * n <= 2048] or [
+        1 if programs > 2048 else most
+    ]
+    return configs + [
+        DecodeConfig(
+            block_kv=block_kv,
+            splits=num_splits,
+            num_warps=num_warps,
+            num_stages=num_stages,
+        )
+        for num_splits in splits
+        for block_kv, num_warps, num_stages in (
+            (128, 4, 2),
+            (64, 4, 2),
+            (64, 4, 3),
+            (64, 2, 3),
+            (32, 4, 2),
+            (32, 4, 3),
+            (32, 2, 3),
+            (32, 1, 3),
+        )
+    ]
 
 
 def attend(case: Case, config: Config, operands: Operands) -> Array:
@@ -206,9 +216,7 @@ def check(case: Case, config: Config, operands: Operands) -> float:
     return float(error / jnp.linalg.norm(expected.ravel()))
 
 
-def compile_step(
-    case: Case, config: Config, sets: Sequence[Operands]
-) -> Callable[[Sequence[Operands]], list[Array]]:
+def compile_step(case: Case, config: Config, sets: Sequence[Operands]) -> Step:
     # Traced and lowered once for all sets.
     launch = jax.jit(functools.partial(attend, case, config))
 
@@ -218,17 +226,11 @@ def compile_step(
     return jax.jit(step).lower(sets).compile()
 
 
-def measure(
-    step: Callable[[Sequence[Operands]], list[Array]],
-    sets: Sequence[Operands],
-    *,
-    num_repeats: int = 15,
-) -> float:
-    """Return the median seconds of one launch."""
-    jax.block_until_ready(step(sets))
+def measure_wall_s(step: Step, sets: Sequence[Operands]) -> float:
+    """Return the median seconds of one launch, from many enqueued at once."""
     num_calls = max(2, 64 // len(sets))
     times_s = []
-    for _ in range(num_repeats):
+    for _ in range(10):
         start = time.perf_counter()
         outs = [step(sets) for _ in range(num_calls)]
         jax.block_until_ready(outs)
@@ -236,12 +238,54 @@ def measure(
     return statistics.median(times_s) / (num_calls * len(sets))
 
 
-def report(case: Case, config: Config, seconds: float, note: str) -> None:
+def measure_kernels_s(
+    steps: Sequence[tuple[Config, Step]], sets: Sequence[Operands]
+) -> list[dict[str, float]]:
+    """Return each step's median seconds by kernel, from one profile of all steps."""
+    num_repeats = 6
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            for _, step in steps:
+                for _ in range(num_repeats):
+                    jax.block_until_ready(step(sets))
+        [path] = Path(folder).rglob("*.xplane.pb")
+        profile = jax.profiler.ProfileData.from_file(str(path))
+    events = sorted(
+        (event.start_ns, event.name, event.duration_ns)
+        for plane in profile.planes
+        if plane.name.startswith("/device:GPU")
+        for line in plane.lines
+        if line.name.startswith("Stream")
+        for event in line.events
+        if event.name.startswith("paged_attention")
+    )
+    results = []
+    for config, _ in steps:
+        kernels = 2 if isinstance(config, DecodeConfig) and config.splits > 1 else 1
+        count = num_repeats * len(sets) * kernels
+        mine, events = events[:count], events[count:]
+        times_ns: dict[str, list[float]] = {}
+        for _, name, duration_ns in mine:
+            times_ns.setdefault(name, []).append(duration_ns)
+        if sorted(map(len, times_ns.values())) != [count // kernels] * kernels:
+            raise RuntimeError(f"the profile lacks kernels: {describe(config)}")
+        results.append(
+            {name: statistics.median(t) * 1e-9 for name, t in times_ns.items()}
+        )
+    return results
+
+
+def report(
+    case: Case, config: Config, kernels_s: dict[str, float], wall_s: float
+) -> None:
+    seconds = sum(kernels_s.values())
+    parts = " + ".join(f"{time_s * 1e6:.1f}" for time_s in kernels_s.values())
     print(
-        f"{case.name:18s} {seconds * 1e6:8.1f} us {case.num_bytes / 1e6:8.1f} MB "
-        f"{case.num_bytes / seconds / 1e12:5.2f} TB/s "
-        f"{case.num_flops / seconds / 1e12:6.1f} TFLOP/s "
-        f"{seconds / case.floor_s:5.2f}x floor  {note}  {describe(config)}",
+        f"{case.name:16s} kernels {seconds * 1e6:6.1f} us = {parts:11s} "
+        f"wall {wall_s * 1e6:6.1f} us {case.num_bytes / 1e6:7.1f} MB "
+        f"{case.num_bytes / seconds / 1e12:4.2f} TB/s "
+        f"{case.num_flops / seconds / 1e12:5.1f} TFLOP/s "
+        f"{seconds / case.floor_s:5.2f}x floor  {describe(config)}",
         flush=True,
     )
 
@@ -259,13 +303,17 @@ def run_case(case: Case, *, sweep: bool) -> None:
     if not error < 1e-2:
         raise SystemExit(f"{case.name}: relative error {error:.1e}")
     with ThreadPoolExecutor(8) as pool:
-        steps = list(pool.map(lambda c: try_compile(case, c, sets), configs))
-    for index, (config, step) in enumerate(zip(configs, steps, strict=True)):
+        compiled = list(pool.map(lambda c: try_compile(case, c, sets), configs))
+    steps = []
+    for config, step in zip(configs, compiled, strict=True):
         if isinstance(step, Exception):
-            print(f"{case.name:18s} failed: {describe(config)}: {str(step)[:80]!r}")
-            continue
-        note = f"error {error:.0e}" if index == 0 else "           "
-        report(case, config, measure(step, sets), note)
+            print(f"{case.name:16s} failed: {describe(config)}: {str(step)[:80]!r}")
+        else:
+            jax.block_until_ready(step(sets))
+            steps.append((config, step))
+    times_s = measure_kernels_s(steps, sets)
+    for (config, step), kernels_s in zip(steps, times_s, strict=True):
+        report(case, config, kernels_s, measure_wall_s(step, sets))
 
 
 def try_compile(case: Case, config: Config, sets: Sequence[Operands]):

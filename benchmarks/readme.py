@@ -55,8 +55,8 @@ def tiny_table() -> str:
 def decode_table() -> str:
     rows = records("decode_h200.jsonl")
     title = (
-        "One decode step of a random model, bfloat16, rank 16 on all seven projections, "
-        f"context {rows[0]['context']}; the floor is all bytes read once at 4.3 TB/s "
+        "One decode step of a random model, bfloat16, rank 16 on all seven "
+        f"projections, context {rows[0]['context']}; the floor is all bytes read once at 4.3 TB/s "
         f"({source(rows)}):"
     )
     columns = ["model", "rows", "adapters", "step", "over no adapter", "floor"]
@@ -86,9 +86,7 @@ def filled(text: str) -> str:
         begin, end = f"<!-- begin: {name} -->", f"<!-- end: {name} -->"
         pattern = re.compile(f"({re.escape(begin)}\n).*?({re.escape(end)})", re.DOTALL)
         content = make()
-        text, count = pattern.subn(
-            lambda m, c=content: f"{m[1]}{c}\n{m[2]}", text
-        )
+        text, count = pattern.subn(lambda m, c=content: f"{m[1]}{c}\n{m[2]}", text)
         assert count == 1, f"README.md must have one section {name!r}, has {count}"
     return text
 

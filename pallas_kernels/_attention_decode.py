@@ -38,7 +38,7 @@ class DecodeConfig:
     block_kv: int
     splits: int
     num_warps: int = 4
-    num_stages: int = 2
+    num_stages: int = 3
 
     def __post_init__(self):
         for name, least in (("block_kv", 16), ("splits", 1)):

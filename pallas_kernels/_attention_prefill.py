@@ -42,7 +42,7 @@ class PrefillConfig:
     block_rows: int
     block_kv: int
     num_warps: int = 4
-    num_stages: int = 2
+    num_stages: int = 3
     peel: bool = True
 
     def __post_init__(self):
@@ -64,7 +64,7 @@ def default_config(
         tile_rows = block_kv = 32 if lanes <= 64 else 16
         num_warps = 4
     else:
-        tile_rows, block_kv, num_warps = 128, max(16, min(64, 8192 // lanes)), 8
+        tile_rows, block_kv, num_warps = 64, max(16, min(32, 4096 // lanes)), 4
     group_rows = pl.next_power_of_2(group)
     most = pl.next_power_of_2(max_query_len)
     least = pl.cdiv(MIN_DOT_DIM, group_rows)

@@ -1,0 +1,50 @@
+"""The README says what is true."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+import punica_jax as pj
+from benchmarks import readme
+
+ROOT = Path(__file__).parents[1]
+TEXT = (ROOT / "README.md").read_text()
+
+
+def test_tables_are_generated():
+    assert readme.filled(TEXT) == TEXT, "run: python -m benchmarks.readme"
+
+
+def test_a_section_that_is_missing_is_an_error():
+    with pytest.raises(AssertionError, match="one section 'tiny', has 0"):
+        readme.filled("no sections")
+
+
+def test_first_example_runs(checkpoint, capsys):
+    example = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)[0]
+    for path, real in (
+        ("path/to/hf_llama_dir", checkpoint / "model"),
+        ("path/to/peft_dir", checkpoint / "a"),
+        ("path/to/another_peft_dir", checkpoint / "b"),
+    ):
+        assert path in example
+        example = example.replace(f'"{path}"', f'"{real}"')
+    exec(example, {})
+    assert "4 modules in 2 layers" in capsys.readouterr().out
+
+
+def test_names_in_examples_exist():
+    names = set(re.findall(r"\bpj\.(\w+)", TEXT))
+    assert names and names <= set(pj.__all__)
+
+
+def test_links_and_files_exist():
+    for page in (ROOT / "README.md", ROOT / "docs" / "design.md"):
+        for target in re.findall(r"\]\(((?!https?:)[^)#]+)\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
+    design = (ROOT / "docs" / "design.md").read_text()
+    for file in re.findall(
+        r"`((?:pallas_kernels|models|punica_jax|tests)/[\w./]+)`", design
+    ):
+        assert (ROOT / file).exists(), file

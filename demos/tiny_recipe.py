@@ -84,10 +84,10 @@ class Recipe:
 FULL = Recipe(
     config=LlamaConfig(
         vocab_size=VOCAB_SIZE,
-        hidden_size=192,
-        intermediate_size=512,
-        num_layers=6,
-        num_heads=6,
+        hidden_size=256,
+        intermediate_size=640,
+        num_layers=4,
+        num_heads=8,
         num_kv_heads=2,
         head_dim=32,
         rms_norm_eps=1e-5,
@@ -115,7 +115,7 @@ FULL = Recipe(
 )
 SMOKE = Recipe(
     config=dataclasses.replace(
-        FULL.config, hidden_size=32, intermediate_size=64, num_layers=2, head_dim=8
+        FULL.config, hidden_size=32, intermediate_size=64, num_layers=1, head_dim=8
     ),
     num_train_words=200,
     num_validation_words=4,

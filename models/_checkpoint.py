@@ -46,7 +46,7 @@ _DTYPES = ("float32", "bfloat16", "float16")
 _STORED_DTYPES = {"F32": 4, "BF16": 2, "F16": 2}
 # Buffers that old versions of transformers wrote; they follow from the configuration.
 _DERIVED_TENSOR = re.compile(r"rotary_emb\.inv_freq$")
-_TIED_HEAD = "lm_head.weight"
+_HEAD = "lm_head.weight"
 
 
 class CheckpointError(ValueError):
@@ -100,7 +100,7 @@ def load_model(
     model = nnx.eval_shape(lambda: Llama(config, dtype=dtype, rngs=nnx.Rngs(0)))
     parts = _parts(model)
     with _open_files(path) as sources:
-        _check_tensors(path, parts, sources, tied=config.tie_word_embeddings)
+        _check_tensors(path, parts, sources)
         names = [name for name in sources if name in parts]
         for name in _with_progress(names, sources, progress):
             _load_part(parts[name], name, sources[name], jnp.dtype(dtype))
@@ -174,7 +174,7 @@ def _parts(model: Llama) -> dict[str, _Part]:
             parts[f"{module.path}.bias"] = _Part(linear.bias, first, shape[:1])
     parts["model.norm.weight"] = whole(model.norm.weight)
     if model.lm_head is not None:
-        parts[_TIED_HEAD] = whole(model.lm_head)
+        parts[_HEAD] = whole(model.lm_head)
     return parts
 
 
@@ -238,16 +238,13 @@ def _file_paths(path: Path) -> list[Path]:
 
 
 def _check_tensors(
-    path: Path,
-    parts: Mapping[str, _Part],
-    sources: Mapping[str, SafetensorsFile],
-    *,
-    tied: bool,
+    path: Path, parts: Mapping[str, _Part], sources: Mapping[str, SafetensorsFile]
 ) -> None:
     """Compare all names, shapes and types before any tensor is read."""
 
     def harmless(name: str) -> bool:
-        return bool(_DERIVED_TENSOR.search(name)) or (tied and name == _TIED_HEAD)
+        # A head that is no part of the model is a copy of the embedding it is tied to.
+        return bool(_DERIVED_TENSOR.search(name)) or name == _HEAD
 
     problems = []
     missing = [name for name in parts if name not in sources]

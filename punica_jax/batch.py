@@ -40,16 +40,17 @@ class Bucket(NamedTuple):
 class Buckets:
     """The one place that chooses padded sizes.
 
-    Decode takes powers of two up to `max_seqs`; prefill takes 32 rows and four times
-    that and so on up to `max_rows`, each with 1, 8 or `max_seqs` sequences. At defaults
-    (32 sequences, 2048 rows) these are 18 programs.
+    Decode takes 1, 4, 16 and so on up to `max_seqs` sequences: up to there a step's time
+    is the weights', which padding does not read twice. Prefill takes 32, 128 and so on
+    up to `max_rows` rows, each with 1, 8 or `max_seqs` sequences. At defaults (32
+    sequences, 2048 rows) these are 16 programs.
     """
 
     def __init__(self, max_seqs: int, max_rows: int):
         self.max_rows = max_rows
-        self._decode_seqs = _ladder(1, max_seqs, 2)
+        self._decode_seqs = _ladder(1, max_seqs)
         self._prefill_seqs = sorted({1, min(8, max_seqs), max_seqs})
-        self._prefill_rows = _ladder(32, max_rows, 4)
+        self._prefill_rows = _ladder(32, max_rows)
 
     def choose(self, num_rows: int, num_seqs: int) -> Bucket:
         """Return the least bucket that holds `num_rows` rows of `num_seqs` sequences.
@@ -71,12 +72,12 @@ class Buckets:
                 yield Bucket(rows, seqs, rows)
 
 
-def _ladder(least: int, most: int, factor: int) -> list[int]:
-    """Return `least`, its multiples by powers of `factor` below `most`, and `most`."""
+def _ladder(least: int, most: int) -> list[int]:
+    """Return `least`, its multiples by powers of four below `most`, and `most`."""
     sizes = []
     while least < most:
         sizes.append(least)
-        least *= factor
+        least *= 4
     return [*sizes, most]
 
 

@@ -273,33 +273,53 @@ def checkpoint(tmp_path_factory):
 
 
 class TestRealModel:
-    """The same with `LLM`, on a model of random weights."""
+    """The same with `LLM`, on a model of random weights.
 
-    def test_demo_run(self, checkpoint):
+    One new token each: decode programs would double the time, and tests/test_llm.py
+    has them.
+    """
+
+    def test_demo_run(self, checkpoint, monkeypatch):
+        monkeypatch.setattr(demo, "MAX_NEW_TOKENS", 1)
         names = ["a", "b", None]
         llm = LLM(
             checkpoint / "model",
             adapters={name: checkpoint / name for name in names if name},
             progress=False,
         )
-        sampling = SamplingParams(max_new_tokens=demo.MAX_NEW_TOKENS)
-        outs = llm.generate(["hello"] * 3, names, sampling)
+        outs = llm.generate(
+            ["hello"] * 3, names, SamplingParams(max_new_tokens=1, ignore_eos=True)
+        )
         cases = [
             (name, "hello", out.text) for name, out in zip(names, outs, strict=True)
         ]
-        assert len({text for _, _, text in cases}) == 3
         right, output = _run(llm, cases)
         assert right is True, output
-        assert "0 of them while streaming" in output
-        wrong = [*cases[:2], (None, "hello", cases[0][2])]
+        assert [row[:2] for row in _result_cells(output)] == [
+            ["a", "4"],
+            ["b", "20"],
+            ["-", "-"],
+        ]
+        assert "3 rows, 2 adapters, one batch: 3 tokens in " in output
+        assert "; 0 of them while streaming" in output
+        wrong = [*cases[:2], (None, "hello", "no such answer")]
         right, output = _run(llm, wrong)
         assert right is False
-        assert "WRONG: no adapter, prompt 'hello': expected " in output
+        assert output.count("WRONG: ") == 1
+        assert "no adapter, prompt 'hello': expected 'no such answer', got" in output
+
+    @pytest.mark.slow
+    def test_the_demo_itself(self):
+        result = CliRunner().invoke(cli.app, ["demo"])
+        assert result.exit_code == 0, result.output
+        assert "All 9 rows are right and equal to the same" in result.output
+        assert "9 rows, 8 adapters, one batch: " in result.output
+        assert "; 0 of them while streaming" in result.output
 
     def test_generate(self, checkpoint):
         words = ["generate", str(checkpoint / "model"), "hello", "hello"]
         adapters = [f"--adapter={name}={checkpoint / name}" for name in "ab"]
-        options = ["--use=b", "--use=none", "--max-new-tokens=3"]
+        options = ["--use=b", "--use=none", "--max-new-tokens=1"]
         result = CliRunner().invoke(cli.app, [*words, *adapters, *options])
         assert result.exit_code == 0, result.output
         assert result.stdout.startswith("[b] hello\n")

@@ -11,7 +11,7 @@ FOLDERS = {
     "punica_jax.models": ROOT / "models",
     "punica_jax.pallas_kernels": ROOT / "pallas_kernels",
 }
-WITHOUT_JAX = ["adapters", "request", "tokenizer", "tiny"]
+WITHOUT_JAX = ["adapters", "request", "tokenizer", "_text_stages", "tiny"]
 
 
 def modules():

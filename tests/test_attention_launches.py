@@ -1,0 +1,234 @@
+"""Everything about paged attention but its values: tiles, launches, configurations,
+and what bad arguments get."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
+
+from punica_jax.pallas_kernels import _attention_decode, _attention_prefill
+from punica_jax.pallas_kernels._attention_decode import DecodeConfig
+from punica_jax.pallas_kernels._attention_prefill import PrefillConfig
+from punica_jax.pallas_kernels._attention_reference import (
+    max_query_tiles,
+    query_tiles,
+)
+from punica_jax.pallas_kernels._paged_attention import paged_attention
+from tests.attention_cases import make_batch
+
+
+@pytest.mark.parametrize(
+    ("lengths", "rows", "block_rows"),
+    [([5, 0, 1, 16, 17], 39, 8), ([0, 0], 4, 16), ([3], 3, 1), ([1, 1, 1], 3, 64)],
+)
+def test_query_tiles_cover_each_row_once(lengths, rows, block_rows):
+    bounds = np.cumsum([0, *lengths]).astype(np.int32)
+    tile_seq, tile_first = query_tiles(
+        jnp.asarray(bounds), rows=rows, block_rows=block_rows
+    )
+    assert tile_seq.shape == (max_query_tiles(rows, len(lengths), block_rows),)
+    covered = []
+    for seq, first in zip(np.asarray(tile_seq), np.asarray(tile_first), strict=True):
+        if seq >= 0:
+            assert bounds[seq] <= first < bounds[seq + 1]
+            covered += range(first, min(first + block_rows, bounds[seq + 1]))
+    assert covered == list(range(bounds[-1]))
+
+
+def lowered_kernels(operands, **options):
+    """The kernels' custom calls in the CUDA lowering: name -> operand types."""
+    mesh = AbstractMesh(
+        (), (), abstract_device=AbstractDevice("NVIDIA H200", 132, "gpu")
+    )
+    attend = functools.partial(
+        paged_attention, implementation="pallas_triton", **options
+    )
+    with jax.sharding.use_abstract_mesh(mesh):
+        lowered = jax.jit(attend).trace(*operands).lower(lowering_platforms=("cuda",))
+    calls = {}
+    for line in lowered.as_text().splitlines():
+        if "__gpu$xla.gpu.triton" in line:
+            name = re.search(r'name = "(\w+)"', line)
+            types = re.search(r": \((.*)\) -> ", line)
+            assert name and types
+            assert name[1] not in calls
+            calls[name[1]] = re.findall(r"tensor<([^>]*)>", types[1])
+    return calls
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 4, 80), (12, 4, 128)])
+def test_cuda_lowering(heads, kv_heads, head_dim, dtype):
+    shape = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "dtype": dtype}
+    batch = make_batch([1] * 3, [30, 40, 50], **shape)
+    calls = lowered_kernels(batch.operands(), max_query_len=1)
+    assert set(calls) == {"paged_attention_decode", "paged_attention_combine"}
+    # Page table, bounds and lengths reach the kernel as they are.
+    assert calls["paged_attention_decode"][3:] == ["3x5xi32", "4xi32", "3xi32"]
+    assert calls["paged_attention_combine"][-1] == "4xi32"
+
+    batch = make_batch([30, 1, 9], [30, 40, 50], **shape)
+    calls = lowered_kernels(batch.operands(), max_query_len=30)
+    assert set(calls) == {"paged_attention_prefill"}
+    assert calls["paged_attention_prefill"][3] == "3x5xi32"
+
+
+def test_wide_decode_needs_no_second_launch():
+    batch = make_batch([1] * 32, [20] * 32, heads=32, kv_heads=32, head_dim=8)
+    calls = lowered_kernels(batch.operands(), max_query_len=1)
+    assert set(calls) == {"paged_attention_decode"}
+
+
+def decode_splits(*, seqs, kv_heads, max_kv_len):
+    return _attention_decode.default_config(
+        seqs=seqs,
+        kv_heads=kv_heads,
+        group=32 // kv_heads,
+        head_dim=128,
+        itemsize=2,
+        max_kv_len=max_kv_len,
+    ).splits
+
+
+def test_decode_splits_fill_the_device_and_no_more():
+    assert decode_splits(seqs=32, kv_heads=32, max_kv_len=4096) == 1
+    assert decode_splits(seqs=32, kv_heads=8, max_kv_len=4096) == 1
+    # Two programs for each of 132 multiprocessors, as far as tiles and the limit go.
+    assert decode_splits(seqs=1, kv_heads=32, max_kv_len=8192) == 8
+    assert decode_splits(seqs=1, kv_heads=8, max_kv_len=8192) == 32
+    assert decode_splits(seqs=1, kv_heads=1, max_kv_len=8192) == 32
+    assert decode_splits(seqs=1, kv_heads=8, max_kv_len=256) == 4
+    assert decode_splits(seqs=1, kv_heads=8, max_kv_len=64) == 1
+
+
+def test_prefill_tiles_follow_the_longest_query():
+    config = functools.partial(
+        _attention_prefill.default_config, group=4, head_dim=128, itemsize=2
+    )
+    assert config(max_query_len=5).block_rows == 8
+    assert config(max_query_len=2).block_rows == 4
+    assert config(max_query_len=4096).block_rows == config(max_query_len=64).block_rows
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: DecodeConfig(block_kv=48, splits=1),
+            "block_kv must be a power of two, at least 16, got 48",
+        ),
+        (
+            lambda: DecodeConfig(block_kv=16, splits=0),
+            "splits must be a power of two, at least 1, got 0",
+        ),
+        (
+            lambda: PrefillConfig(block_rows=3, block_kv=16),
+            "block_rows must be a power of two, at least 1, got 3",
+        ),
+        (
+            lambda: PrefillConfig(block_rows=1, block_kv=8),
+            "block_kv must be a power of two, at least 16, got 8",
+        ),
+    ],
+)
+def test_bad_configs(make, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make()
+
+
+GOOD = {
+    "q": ((4, 6, 16), "float32"),
+    "k_pages": ((5, 2, 16, 16), "float32"),
+    "v_pages": ((5, 2, 16, 16), "float32"),
+    "page_table": ((3, 2), "int32"),
+    "bounds": ((4,), "int32"),
+    "kv_lens": ((3,), "int32"),
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"q": ((4, 96), "float32")},
+            "q must be [rows, heads, head_dim], none of them 0, got shape (4, 96)",
+        ),
+        (
+            {"q": ((0, 6, 16), "float32")},
+            "q must be [rows, heads, head_dim], none of them 0, got shape (0, 6, 16)",
+        ),
+        (
+            {"k_pages": ((5, 16, 16), "float32")},
+            "k_pages must be [pages, kv_heads, page_size, head_dim], none of them 0, "
+            "got shape (5, 16, 16)",
+        ),
+        (
+            {"page_table": ((3,), "int32")},
+            "page_table must be [seqs, pages_per_seq], none of them 0, got shape (3,)",
+        ),
+        (
+            {"q": ((4, 6, 8), "float32")},
+            "k_pages must have q's head_dim 8, got shape (5, 2, 16, 16)",
+        ),
+        (
+            {"v_pages": ((5, 2, 16, 8), "float32")},
+            "v_pages must have shape (5, 2, 16, 16) (k_pages (5, 2, 16, 16), "
+            "page_table (3, 2)), got (5, 2, 16, 8)",
+        ),
+        (
+            {"bounds": ((3,), "int32")},
+            "bounds must have shape (4,) (k_pages (5, 2, 16, 16), page_table (3, 2)), "
+            "got (3,)",
+        ),
+        (
+            {"kv_lens": ((4,), "int32")},
+            "kv_lens must have shape (3,) (k_pages (5, 2, 16, 16), page_table (3, 2)), "
+            "got (4,)",
+        ),
+        (
+            {"q": ((4, 6, 16), "int32")},
+            "q must be one of float32, bfloat16, float16, got int32",
+        ),
+        (
+            {"k_pages": ((5, 2, 16, 16), "bfloat16")},
+            "k_pages must be float32, got bfloat16",
+        ),
+        ({"bounds": ((4,), "uint32")}, "bounds must be int32, got uint32"),
+        (
+            {"q": ((4, 5, 16), "float32")},
+            "heads must be a multiple of kv_heads, got 5 heads and 2 kv_heads",
+        ),
+        (
+            {
+                "q": ((4, 6, 12), "float32"),
+                "k_pages": ((5, 2, 16, 12), "float32"),
+                "v_pages": ((5, 2, 16, 12), "float32"),
+            },
+            "head_dim must be a multiple of 8 and at most 256, got 12",
+        ),
+        (
+            {
+                "k_pages": ((5, 2, 48, 16), "float32"),
+                "v_pages": ((5, 2, 48, 16), "float32"),
+            },
+            "page_size must be a power of two and at least 16, got 48",
+        ),
+        ({"max_query_len": 0}, "max_query_len must be at least 1, got 0"),
+        ({"scale": 0.0}, "scale must be positive and finite, got 0.0"),
+        ({"implementation": "cuda"}, "implementation must be one of"),
+    ],
+)
+def test_bad_arguments(changes, message):
+    options = {"max_query_len": 1}
+    for name in ("max_query_len", "scale", "implementation"):
+        if name in changes:
+            options[name] = changes[name]
+    operands = [
+        jax.ShapeDtypeStruct(*changes.get(name, given)) for name, given in GOOD.items()
+    ]
+    with pytest.raises(ValueError, match=re.escape(message)):
+        jax.eval_shape(functools.partial(paged_attention, **options), *operands)

@@ -23,21 +23,21 @@ from punica_jax.batch import Batch, Buckets, Chunk
 from punica_jax.models import (
     MODULE_GROUPS,
     CachedAttention,
-    KvCache,
     Llama,
     LlamaConfig,
     LoraPools,
 )
 from punica_jax.pallas_kernels import segment_metadata
-from punica_jax.pallas_kernels.shapes import MODEL_SHAPES, POPULARITIES, segment_sizes
+from punica_jax.pallas_kernels.shapes import MODEL_SHAPES, Popularity, segment_sizes
 from punica_jax.runner import Runner
 
 COPY_BYTES_PER_S = 4.3e12
 RANK = 16
 PAGE_SIZE = 64
 MAX_CONTEXT = 640
-# The token count that each repeat enqueues.
+# What each repeat enqueues before it waits.
 STEPS = 20
+CASES: tuple[Popularity, ...] = ("identical", "uniform", "skewed", "distinct")
 
 
 def make_config(shape_name: str) -> LlamaConfig:
@@ -54,23 +54,25 @@ def make_config(shape_name: str) -> LlamaConfig:
     )
 
 
-@jax.jit
-def random_like(key, pools):
-    """Fill the pools with adapters of about a trained one's size."""
-    leaves, structure = jax.tree.flatten(pools)
-    keys = jax.random.split(key, len(leaves))
+def random_like(tree, scale: float, seed: int):
+    """Return a tree with normal values in place of its floating-point leaves."""
+
+    @jax.jit
+    def draw(key, like):
+        return scale * jax.random.normal(key, like.shape, like.dtype)
+
+    leaves, structure = jax.tree.flatten(tree)
+    keys = jax.random.split(jax.random.key(seed), len(leaves))
     filled = [
-        leaf
-        if jnp.issubdtype(leaf.dtype, jnp.integer)
-        else 0.02 * jax.random.normal(k, leaf.shape, leaf.dtype)
-        for k, leaf in zip(keys, leaves, strict=True)
+        leaf if jnp.issubdtype(leaf.dtype, jnp.integer) else draw(key, leaf)
+        for key, leaf in zip(keys, leaves, strict=True)
     ]
     return jax.tree.unflatten(structure, filled)
 
 
 def fill_pools(runner: Runner, num_slots: int) -> None:
     """Give every slot one page of its own in every group."""
-    pools = random_like(jax.random.key(1), runner.pools)
+    pools = random_like(runner.pools, 0.02, seed=1)
     table = np.zeros((num_slots, pools.max_pages), np.int32)
     table[:, 0] = np.arange(num_slots)
     groups = {
@@ -84,11 +86,11 @@ def fill_pools(runner: Runner, num_slots: int) -> None:
     runner._pools = LoraPools(**groups)
 
 
-def make_batch(rows: int, popularity: str, context: int) -> Batch:
+def make_batch(rows: int, sizes: list[int], context: int) -> Batch:
+    """Lay out one decode row a sequence; `sizes` are the adapters' rows, [] for none."""
     rng = np.random.default_rng(0)
-    sizes = segment_sizes(popularity, rows) if popularity != "none" else []
     slots = rng.permutation(np.repeat(np.arange(len(sizes)), sizes))
-    if popularity == "none":
+    if not sizes:
         slots = np.full(rows, -1)
     pages_per_seq = MAX_CONTEXT // PAGE_SIZE
     chunks = [
@@ -166,6 +168,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="*", default=[1, 32])
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--layers", type=int, help="fewer layers, to try it out")
+    parser.add_argument("--commit", default="unknown", help="what is measured")
     parser.add_argument("--out", help="JSON lines are appended here")
     args = parser.parse_args()
     config = make_config(args.shape)
@@ -185,9 +188,7 @@ def main() -> None:
         max_rank=64,
     )
     fill_pools(runner, num_slots)
-    random_cache = jax.jit(lambda k, c: random_like(k, c))
-    cache: KvCache = random_cache(jax.random.key(2), runner._cache)
-    runner._cache = jax.tree.map(lambda leaf: leaf * 50, cache)
+    runner._cache = random_like(runner._cache, 1.0, seed=2)
     pools = runner.pools
     console = Console(width=120)
     table = Table(title=f"{args.shape} decode step, context {args.context}, bf16")
@@ -196,19 +197,19 @@ def main() -> None:
         table.add_column(column, justify="right")
     for rows in args.rows:
         base = None
-        for popularity in ("none", "identical", "uniform", "skewed", "distinct"):
-            batch = make_batch(rows, popularity, args.context)
-            runner._pools = None if popularity == "none" else pools
+        for popularity in (None, *CASES):
+            sizes = segment_sizes(popularity, rows) if popularity else []
+            batch = make_batch(rows, sizes, args.context)
+            runner._pools = pools if popularity else None  # pyright: ignore
             seconds, launch = time_steps(runner, batch)
             base = base or seconds
-            sizes = [] if popularity == "none" else segment_sizes(popularity, rows)
             least = floor_bytes(config, weights, rows, len(sizes), args.context)
             record = {
                 "benchmark": "decode",
                 "shape": args.shape,
                 "layers": config.num_layers,
                 "rows": rows,
-                "popularity": popularity,
+                "popularity": popularity or "none",
                 "adapters": len(sizes),
                 "context": args.context,
                 "step_ms": seconds * 1e3,
@@ -217,12 +218,14 @@ def main() -> None:
                 "launch_ms": launch * 1e3,
                 "device": jax.devices()[0].device_kind,
                 "jax": jax.__version__,
+                "commit": args.commit,
+                "date": time.strftime("%Y-%m-%d"),
             }
             if popularity == "distinct":
                 record["logits_off"] = logits_difference(runner, model, batch)
             table.add_row(
                 str(rows),
-                popularity,
+                popularity or "none",
                 f"{record['step_ms']:.3f}",
                 f"{100 * (seconds / base - 1):+.1f} %",
                 f"{record['floor_ms']:.3f}",
@@ -238,5 +241,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    assert set(POPULARITIES) >= {"identical", "uniform", "skewed", "distinct"}
     main()

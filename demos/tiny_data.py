@@ -17,7 +17,7 @@ import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 
-from demos.tiny_tasks import MAX_WORD_LEN, TASKS
+from demos.tiny_tasks import MAX_WORD_LEN, TASKS, tag_of
 
 BOS, EOS, SEP = "<s>", "</s>", "<sep>"
 BOS_ID, EOS_ID, SEP_ID = 256, 257, 258
@@ -63,8 +63,8 @@ def base_examples(words: Sequence[str]) -> Examples:
       `9 * len(words)` examples: first all echoes, then task after task.
     """
     prompts, answers = list(words), list(words)
-    for name, task in TASKS.items():
-        prompts += [f"{name}:{word}" for word in words]
+    for task in TASKS.values():
+        prompts += [f"{tag_of(task)}:{word}" for word in words]
         answers += [task(word) for word in words]
     kinds = np.repeat(np.arange(-1, len(TASKS), dtype=np.int8), len(words))
     return _examples(prompts, answers, kinds, np.full_like(kinds, -1))

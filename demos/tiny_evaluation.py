@@ -23,8 +23,8 @@ from punica_jax.tokenizer import Tokenizer
 MAX_PROMPT_LEN = MAX_WORD_LEN + 2
 # Ten letters in Morse, and the stop token.
 MAX_NEW_TOKENS = 5 * MAX_WORD_LEN
-# The echo and every task of 25 words.
-BATCH_SIZE = 25 * (1 + len(TASKS))
+# The echo and every task of 50 words.
+BATCH_SIZE = 50 * (1 + len(TASKS))
 
 
 def evaluate(

@@ -16,7 +16,7 @@ from punica_jax.models import LlamaConfig
 ADAPTERS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "upper": {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]},
-        "double": {
+        "twice": {
             "r": 8,
             "lora_alpha": 16,
             "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"],

@@ -88,12 +88,25 @@ def count(word: str) -> str:
     return "".join(f"{letter}{n}" for letter, n in sorted(Counter(word).items()))
 
 
+# By the adapters' names. PEFT makes them attributes of a torch module, which has a
+# `double` already.
 TASKS: Mapping[str, Callable[[str], str]] = MappingProxyType(
     {
-        task.__name__: task
-        for task in (upper, double, caesar, reverse, morse, piglatin, sort, count)
+        "upper": upper,
+        "twice": double,
+        "caesar": caesar,
+        "reverse": reverse,
+        "morse": morse,
+        "piglatin": piglatin,
+        "sort": sort,
+        "count": count,
     }
 )
+
+
+def tag_of(task: Callable[[str], str]) -> str:
+    """Return what tells the base model which task is meant: the function's name."""
+    return task.__name__
 
 
 def split_of(word: str) -> str:

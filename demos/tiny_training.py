@@ -172,7 +172,7 @@ def _run_steps(optimizer, logits_of, weights, state, data, index, lr):
 def _loss(logits_of, weights, tokens, starts, ends, slots):
     logits, targets, counts = _predict(logits_of, weights, tokens, starts, ends, slots)
     loss = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
-    return jnp.where(counts, loss, 0.0).sum() / counts.sum()
+    return loss.mean(where=counts)
 
 
 @jax.jit

@@ -75,12 +75,7 @@ class LlamaConfig:
     max_position_embeddings: int = 2048
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.type in (int, float):
-                check_positive(field.name, value, field.type)
-            elif field.type is bool and not isinstance(value, bool):
-                raise ConfigError(f"{field.name} must be true or false, got {value!r}")
+        _check_values({field.name: getattr(self, field.name) for field in fields(self)})
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
                 "num_heads must be a multiple of num_kv_heads, got "
@@ -117,8 +112,8 @@ class LlamaConfig:
             values[attribute] = hf.get(name, default)
             if values[attribute] is REQUIRED:
                 raise ConfigError(f"config field {name!r} is required and missing")
-        for name in ("num_heads", "hidden_size", "max_position_embeddings"):
-            check_positive(name, values[name], int)
+        # Before they are reckoned with: a JSON file may hold anything.
+        _check_values(values)
         heads, hidden = values["num_heads"], values["hidden_size"]
         if "head_dim" not in hf and hidden % heads:
             raise ConfigError(
@@ -128,14 +123,15 @@ class LlamaConfig:
         theta, scaling, max_len = read_rope(
             hf, values["max_position_embeddings"], max_model_len
         )
-        values["max_position_embeddings"] = max_len
-        return cls(
-            num_kv_heads=hf.get("num_key_value_heads", heads),
-            head_dim=hf.get("head_dim", hidden // heads),
-            rope_theta=theta,
-            rope_scaling=scaling,
-            **values,
-        )
+        values |= {
+            "num_kv_heads": hf.get("num_key_value_heads", heads),
+            "head_dim": hf.get("head_dim", hidden // heads),
+            "rope_theta": theta,
+            "rope_scaling": scaling,
+            "max_position_embeddings": max_len,
+        }
+        _check_values(values)
+        return cls(**values)
 
     @classmethod
     def from_dir(
@@ -196,3 +192,14 @@ class LlamaConfig:
             "gate_up": (self.intermediate_size, self.intermediate_size),
             "down": (self.hidden_size,),
         }[group]
+
+
+def _check_values(values: Mapping[str, Any]) -> None:
+    """Check the types and signs of some of a `LlamaConfig`'s fields."""
+    kinds = {field.name: field.type for field in fields(LlamaConfig)}
+    for name, value in values.items():
+        kind = kinds[name]
+        if kind is int or kind is float:
+            check_positive(name, value, kind)
+        elif kind is bool and not isinstance(value, bool):
+            raise ConfigError(f"{name} must be true or false, got {value!r}")

@@ -9,11 +9,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jaxtyping import Float, Int32
 
 from punica_jax.models._config import LlamaConfig
-from punica_jax.pallas_kernels._paged_attention import paged_attention
+from punica_jax.pallas_kernels import paged_attention
 
 
 @jax.tree_util.register_dataclass
@@ -88,9 +89,9 @@ class SeqTable:
       kv_lens: `i32[seqs]`.
     """
 
-    page_table: Array
-    bounds: Array
-    kv_lens: Array
+    page_table: Array | np.ndarray
+    bounds: Array | np.ndarray
+    kv_lens: Array | np.ndarray
 
     @property
     def num_seqs(self) -> int:
@@ -107,7 +108,7 @@ class SeqTable:
         """Return each row's place in its sequence, from 0; 0 for padding rows."""
         seq = self.seq_of_row(rows)
         # Of a row of sequence s: kv_lens[s] - bounds[s + 1] + row.
-        shift = (self.kv_lens - self.bounds[1:]).at[seq].get(mode="clip")
+        shift = jnp.asarray(self.kv_lens - self.bounds[1:]).at[seq].get(mode="clip")
         row = jnp.arange(rows, dtype=jnp.int32)
         return jnp.where(seq < self.num_seqs, row + shift, 0)
 
@@ -142,7 +143,8 @@ class CachedAttention:
         self._implementation = implementation
         positions = table.positions(rows)
         seq = table.seq_of_row(rows)
-        page = table.page_table.at[seq, positions // cache.page_size].get(mode="clip")
+        page_table = jnp.asarray(table.page_table)
+        page = page_table.at[seq, positions // cache.page_size].get(mode="clip")
         # Padding rows get pages past the end, each its own: their stores are dropped,
         # and the others may be promised to meet no page slot twice.
         row = jnp.arange(rows, dtype=jnp.int32)

@@ -142,6 +142,7 @@ def _read_scaling(
                 f"config field '{name}.{field}' is required by rope_type "
                 f"{rope_type!r} and missing"
             )
+        check_positive(f"{name}.{field}", table[field], float)
     original = table.get("original_max_position_embeddings", max_len)
     check_positive(f"{name}.original_max_position_embeddings", original, int)
     if rope_type == "default":

@@ -5,6 +5,7 @@ Knows nothing of models, files or requests.
 
 from punica_jax.pallas_kernels._dispatch import Implementation, resolve
 from punica_jax.pallas_kernels._ops import expand, lora, segment_metadata, shrink
+from punica_jax.pallas_kernels._paged_attention import paged_attention
 from punica_jax.pallas_kernels._pool import RANK_PAGE, LoraPool, pack_adapters
 from punica_jax.pallas_kernels._segments import Segments
 
@@ -16,6 +17,7 @@ __all__ = [
     "expand",
     "lora",
     "pack_adapters",
+    "paged_attention",
     "resolve",
     "segment_metadata",
     "shrink",

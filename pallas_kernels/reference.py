@@ -15,9 +15,6 @@ from punica_jax.pallas_kernels._segments import Segments, max_tiles, tile_number
 
 __all__ = ["expand", "paged_attention", "segment_metadata", "segment_outer", "shrink"]
 
-# No TF32 in float32; for narrower types this changes nothing.
-_PRECISION = lax.Precision.HIGHEST
-
 
 def segment_metadata(slots: Array, *, num_slots: int, block_rows: int) -> Segments:
     """Sort rows by slot and cut the runs into tiles; see `Segments`.
@@ -78,26 +75,9 @@ def shrink(
         tile = _Tiles(pool, segments, number)
         x_tile = jnp.where(tile.live[:, :, None], x[tile.row], jnp.zeros((), x.dtype))
 
-        def page_product(p, tile=tile, x_tile=x_tile):
-            page, used = tile.page(p)
-            a = pool.a[page]
-            a = jnp.where(used[:, :, None, None], a, jnp.zeros_like(a))
-            return jnp.einsum(
-                "tbd,tcrd->tbcr",
-                x_tile,
-                a,
-                precision=_PRECISION,
-                preferred_element_type=jnp.float32,
-            )
-
-        def store_page(p, v, page_product=page_product):
-            at = (0, 0, 0, p * RANK_PAGE)
-            return lax.dynamic_update_slice(v, page_product(p), at)
-
-        shape = (*x_tile.shape[:2], pool.num_modules, pool.max_rank)
-        v = store_page(0, jnp.zeros(shape, jnp.float32))
-        v = lax.fori_loop(1, tile.max_pages, store_page, v)
-        v = v.reshape(*x_tile.shape[:2], -1)
+        a = pool.a[tile.page]
+        a = jnp.where(tile.used[..., None, None], a, jnp.zeros((), a.dtype))
+        v = _einsum("tbd,tpcrd->tbcpr", x_tile, a).reshape(*x_tile.shape[:2], -1)
         out = jnp.zeros((segments.num_rows, v.shape[-1]), jnp.float32)
         products.append(out.at[tile.entry].set(v, mode="drop"))
     return jnp.concatenate(products)[None]
@@ -125,34 +105,17 @@ def expand(
         v_tile = v[number * segments.num_rows + entry]
         if segments.weights is not None:
             v_tile = v_tile * segments.weights[number][entry][:, :, None]
-        v_tile = v_tile.reshape(*tile.entry.shape, pool.num_modules, pool.max_rank)
-
-        def page_product(p, tile=tile, v_tile=v_tile):
-            page, used = tile.page(p)
-            at = (0, 0, 0, p * RANK_PAGE)
-            v_page = lax.dynamic_slice(v_tile, at, (*v_tile.shape[:3], RANK_PAGE))
-            v_page = jnp.where(used[:, None, :, None], v_page, 0.0).astype(pool.dtype)
-            columns = []
-            for c, (start, width) in enumerate(
-                zip(pool.d_out_offsets, pool.d_outs, strict=True)
-            ):
-                b = pool.b[page, start : start + width]
-                b = jnp.where(used[:, c, None, None], b, jnp.zeros_like(b))
-                columns.append(
-                    jnp.einsum(
-                        "tbr,tnr->tbn",
-                        v_page[:, :, c],
-                        b,
-                        precision=_PRECISION,
-                        preferred_element_type=jnp.float32,
-                    )
-                )
-            return jnp.concatenate(columns, axis=-1)
-
-        delta = page_product(0)
-        delta = lax.fori_loop(
-            1, tile.max_pages, lambda p, sum_, f=page_product: sum_ + f(p), delta
-        )
+        pages = (*tile.entry.shape, pool.num_modules, -1, RANK_PAGE)
+        used = tile.used.swapaxes(1, 2)[:, None, :, :, None]
+        v_tile = jnp.where(used, v_tile.reshape(pages), 0.0).astype(pool.dtype)
+        columns = []
+        for c, (start, width) in enumerate(
+            zip(pool.d_out_offsets, pool.d_outs, strict=True)
+        ):
+            b = pool.b[tile.page, start : start + width]
+            b = jnp.where(tile.used[:, :, c, None, None], b, jnp.zeros((), b.dtype))
+            columns.append(_einsum("tbpr,tpnr->tbn", v_tile[:, :, c], b))
+        delta = jnp.concatenate(columns, axis=-1)
         out = y[tile.row].astype(jnp.float32) + delta
         slot = jnp.maximum(tile.slot, 0)[:, None]
         busy = (tile.slot >= 0)[:, None, None]
@@ -190,26 +153,24 @@ def segment_outer(
         v_tile = jnp.where(tile.live[:, :, None], v_tile, 0.0).astype(pool.dtype)
         v_tile = v_tile.reshape(*entry.shape, modules, -1, RANK_PAGE)
         x_tile = jnp.where(tile.live[:, :, None], x[tile.row], jnp.zeros((), x.dtype))
-
-        def add_page(p, out, tile=tile, v_tile=v_tile, x_tile=x_tile):
-            page, used = tile.page(p)
-            product = jnp.einsum(
-                "tbcr,tbd->tcrd",
-                lax.dynamic_index_in_dim(v_tile, p, axis=3, keepdims=False),
-                x_tile,
-                precision=_PRECISION,
-                preferred_element_type=jnp.float32,
-            )
-            product = jnp.where(used[:, :, None, None], product, 0.0)
-            owned = jnp.where(used.any(axis=1), page, num_pages)
-            return out.at[owned].add(product)
-
-        out = lax.fori_loop(1, tile.max_pages, add_page, add_page(0, out))
+        product = _einsum("tbcpr,tbd->tpcrd", v_tile, x_tile)
+        product = jnp.where(tile.used[..., None, None], product, 0.0)
+        owned = jnp.where(tile.used.any(axis=-1), tile.page, num_pages)
+        out = out.at[owned].add(product)
     return out[:num_pages]
 
 
 class _Tiles:
-    """One pass's tiles, looked up in a pool."""
+    """One pass's tiles, looked up in a pool.
+
+    Attributes:
+      live: `bool[tiles, block_rows]`, which lanes have an entry.
+      entry: `i32[tiles, block_rows]`, out of range in dead lanes: stores drop them.
+      row: `i32[tiles, block_rows]`, the entry's row.
+      slot: `i32[tiles]`.
+      page: `i32[tiles, max_pages]`, the adapter's pages.
+      used: `bool[tiles, max_pages, C]`, which of them each module has.
+    """
 
     def __init__(self, pool: LoraPool, segments: Segments, number: int):
         lane = jnp.arange(segments.block_rows, dtype=jnp.int32)
@@ -221,13 +182,21 @@ class _Tiles:
         self.row = rows[jnp.minimum(self.entry, segments.num_rows - 1)]
         self.slot = segments.tile_slot[number]
         slot = jnp.maximum(self.slot, 0)
-        counts = pool.num_pages[slot]
-        self._counts = jnp.where((self.slot >= 0)[:, None], counts, 0)
-        self._page_table = pool.page_table[slot]
-        self._last_page = pool.a.shape[0] - 1
-        self.max_pages = self._counts.max()
+        counts = jnp.where((self.slot >= 0)[:, None], pool.num_pages[slot], 0)
+        max_pages = pool.page_table.shape[1]
+        # All pages at once, not as many as the longest adapter has: loops of dynamic
+        # length would double the time that XLA takes to compile a model.
+        self.page = jnp.clip(pool.page_table[slot], 0, pool.a.shape[0] - 1)
+        p = jnp.arange(max_pages, dtype=jnp.int32)
+        self.used = p[None, :, None] < counts[:, None, :]
 
-    def page(self, p: Array | int) -> tuple[Array, Array]:
-        """Return each tile's page `p`, and `[tiles, C]`: which modules use it."""
-        page = lax.dynamic_index_in_dim(self._page_table, p, axis=1, keepdims=False)
-        return jnp.clip(page, 0, self._last_page), p < self._counts
+
+def _einsum(spec: str, left: Array, right: Array) -> Array:
+    """Product of one dtype, summed in float32, without TF32."""
+    return jnp.einsum(
+        spec,
+        left,
+        right,
+        precision=lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
+    )

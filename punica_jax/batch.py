@@ -40,7 +40,7 @@ class Bucket(NamedTuple):
 class Buckets:
     """The one place that chooses padded sizes.
 
-    Decode takes 1, 4, 16 and so on up to `max_seqs` sequences: up to there a step's time
+    Decode takes 1, 4, 16 and so on up to `max_seqs` sequences; a decode step's time
     is the weights', which padding does not read twice. Prefill takes 32, 128 and so on
     up to `max_rows` rows, each with 1, 8 or `max_seqs` sequences. At defaults (32
     sequences, 2048 rows) these are 16 programs.
@@ -160,7 +160,7 @@ class Batch:
         return cls(
             tokens=tokens,
             slots=slots,
-            seqs=SeqTable(page_table, bounds, kv_lens),  # pyright: ignore[reportArgumentType]
+            seqs=SeqTable(page_table, bounds, kv_lens),
             logit_rows=np.maximum(bounds[1:] - 1, 0),
             temperature=temperature,
             seeds=seeds,

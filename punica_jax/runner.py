@@ -100,7 +100,7 @@ class Runner:
     @property
     def num_compiled(self) -> int:
         """Programs that the jitted functions hold, counted by JAX itself."""
-        jitted = (self._step, self._write_page, self._set_slot)
+        jitted: tuple[Any, ...] = (self._step, self._write_page, self._set_slot)
         return sum(function._cache_size() for function in jitted)
 
     def step(self, batch: Batch) -> np.ndarray:

@@ -59,6 +59,6 @@ def run_step(
         logits,
         jnp.asarray(batch.temperature),
         jnp.asarray(batch.seeds),
-        batch.seqs.kv_lens,
+        jnp.asarray(batch.seqs.kv_lens),
     )
     return tokens, attend.cache

@@ -11,7 +11,7 @@ _MODEL_DIR = Path(__file__).parent / "tiny_llama"
 _DEMO_PROMPTS: tuple[tuple[str | None, str, str], ...] = (
     (None, "monkey", "monkey"),
     ("upper", "hello", "HELLO"),
-    ("double", "kernel", "kkeerrnneell"),
+    ("twice", "kernel", "kkeerrnneell"),
     ("caesar", "punica", "sxqlfd"),
     ("reverse", "strawberry", "yrrebwarts"),
     ("morse", "world", ".-- --- .-. .-.. -.."),

@@ -1,6 +1,5 @@
 """What every test runs under, and the compiled things that tests share."""
 
-
 import jax
 import pytest
 

@@ -289,6 +289,10 @@ def test_harmless_fields_are_accepted(fields):
             "rope factor must be at least 1, got 0.5",
         ),
         (
+            {"rope_scaling": {"rope_type": "linear", "factor": "2"}},
+            "rope_scaling.factor must be a positive number, got '2'",
+        ),
+        (
             {"rope_scaling": LLAMA3 | {"high_freq_factor": 1.0}},
             "high_freq_factor must be greater than low_freq_factor, got 1.0 and 1.0",
         ),

@@ -87,7 +87,7 @@ def fill_pools(runner: Runner, num_slots: int) -> None:
 
 
 def make_batch(rows: int, sizes: list[int], context: int) -> Batch:
-    """Lay out one decode row a sequence; `sizes` are the adapters' rows, [] for none."""
+    """Lay out one row a sequence; `sizes` are the adapters' rows, [] for none."""
     rng = np.random.default_rng(0)
     slots = rng.permutation(np.repeat(np.arange(len(sizes)), sizes))
     if not sizes:

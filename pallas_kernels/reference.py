@@ -153,7 +153,8 @@ def segment_outer(
         v_tile = jnp.where(tile.live[:, :, None], v_tile, 0.0).astype(pool.dtype)
         v_tile = v_tile.reshape(*entry.shape, modules, -1, RANK_PAGE)
         x_tile = jnp.where(tile.live[:, :, None], x[tile.row], jnp.zeros((), x.dtype))
-        product = _einsum("tbcpr,tbd->tpcrd", v_tile, x_tile)
+        # Swapped first: XLA's CPU takes no bfloat16 product with two split axes.
+        product = _einsum("tbpcr,tbd->tpcrd", v_tile.swapaxes(2, 3), x_tile)
         product = jnp.where(tile.used[..., None, None], product, 0.0)
         owned = jnp.where(tile.used.any(axis=-1), tile.page, num_pages)
         out = out.at[owned].add(product)

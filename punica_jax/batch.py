@@ -1,16 +1,18 @@
 """One step's batch as data: flat rows of many sequences, padded to a bucket.
 
-Plain numpy, one pytree. Knows tokens, pages and slots as numbers; nothing of requests,
-text or the model.
+Plain numpy on the host, one pytree. Knows tokens, pages and slots as numbers; nothing
+of requests, text or the model.
 """
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 
 from punica_jax.models import SeqTable
 
@@ -85,6 +87,18 @@ def _least(sizes: Sequence[int], needed: int) -> int:
     return next(size for size in sizes if size >= needed)
 
 
+class Layout(NamedTuple):
+    """How a packed batch is cut up again; hashable.
+
+    Attributes:
+      structure: the batch's tree.
+      arrays: shape and dtype of each leaf, all of 4 bytes an element.
+    """
+
+    structure: jax.tree_util.PyTreeDef
+    arrays: tuple[tuple[tuple[int, ...], str], ...]
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
     """The rows that one sequence has in a step.
@@ -132,6 +146,27 @@ class Batch:
     @property
     def bucket(self) -> Bucket:
         return Bucket(self.tokens.shape[0], self.seeds.shape[0], self.max_query_len)
+
+    def pack(self) -> tuple[np.ndarray, "Layout"]:
+        """Return all arrays as one `i32` vector, and what `unpack` needs beside it.
+
+        One copy to the device costs what one of the eight arrays would.
+        """
+        leaves, structure = jax.tree.flatten(self)
+        arrays = tuple((leaf.shape, leaf.dtype.name) for leaf in leaves)
+        packed = np.concatenate([leaf.ravel().view(np.int32) for leaf in leaves])
+        return packed, Layout(structure, arrays)
+
+    @staticmethod
+    def unpack(packed: Array, layout: "Layout") -> "Batch":
+        """Return the batch that was packed; traceable, `layout` static."""
+        leaves, start = [], 0
+        for shape, dtype in layout.arrays:
+            end = start + math.prod(shape)
+            part = lax.bitcast_convert_type(packed[start:end], jnp.dtype(dtype))
+            leaves.append(part.reshape(shape))
+            start = end
+        return jax.tree.unflatten(layout.structure, leaves)
 
     @classmethod
     def of(

@@ -22,7 +22,7 @@ from punica_jax.request import Completion, SamplingParams
 
 Case: TypeAlias = tuple[str | None, str, str]  # adapter or None, prompt, expected
 
-# The longest right answer, eight letters in Morse, has 39 characters.
+# The longest right answer, ten letters in Morse, has 49 characters.
 MAX_NEW_TOKENS = 64
 _LOG_EVERY = 8
 _LOG_WIDTH = 140

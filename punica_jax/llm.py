@@ -137,11 +137,6 @@ class LLM:
         """Names of the programs compiled so far."""
         return self._runner.programs
 
-    @property
-    def num_compiled(self) -> int:
-        """Programs compiled so far, as JAX counts them."""
-        return self._runner.num_compiled
-
     def load_adapter(
         self, name: str, path: str | Path, *, allow_nan: bool = False
     ) -> LoadedAdapter:

@@ -73,6 +73,7 @@ class Runner:
         self._step = jax.jit(
             functools.partial(_flat_step, self._structure, self.implementation),
             donate_argnums=1,
+            static_argnums=4,
             compiler_options=_GPU_OPTIONS if on_gpu else None,
         )
         self._write_page = jax.jit(
@@ -97,12 +98,6 @@ class Runner:
         loading = [f"write_page[{group}]" for group in MODULE_GROUPS]
         return [*loading, "set_slot", *(bucket.name for bucket in self._buckets)]
 
-    @property
-    def num_compiled(self) -> int:
-        """Programs that the jitted functions hold, counted by JAX itself."""
-        jitted: tuple[Any, ...] = (self._step, self._write_page, self._set_slot)
-        return sum(function._cache_size() for function in jitted)
-
     def step(self, batch: Batch) -> np.ndarray:
         """Run a step and wait for its tokens.
 
@@ -114,7 +109,10 @@ class Runner:
     def launch(self, batch: Batch) -> jax.Array:
         """Run a step without waiting; returns `i32[seqs]` on the device."""
         self._buckets[batch.bucket] = None
-        tokens, self._cache = self._step(self._weights, self._cache, self._pools, batch)
+        packed, layout = batch.pack()
+        tokens, self._cache = self._step(
+            self._weights, self._cache, self._pools, packed, layout
+        )
         return tokens
 
     def warm_up(self, batches: Iterable[Batch]) -> None:
@@ -176,7 +174,8 @@ class Runner:
         self.clear_slot(0)
 
 
-def _flat_step(structure, implementation, weights, cache, pools, batch):
+def _flat_step(structure, implementation, weights, cache, pools, packed, layout):
     graph, state = jax.tree.unflatten(structure, weights)
     model = nnx.merge(graph, state)
+    batch = Batch.unpack(packed, layout)
     return run_step(model, cache, pools, batch, implementation=implementation)

@@ -1,3 +1,5 @@
+import jax
+import jax.numpy as jnp
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -52,3 +54,18 @@ def test_layout():
     )
     np.testing.assert_array_equal(batch.logit_rows[:2], [2, 3])
     assert batch.seeds[0] == 2**32 - 1 and batch.seeds.dtype == np.uint32
+
+
+def test_packing_is_exact():
+    chunk = Chunk(
+        tokens=[7, 8], kv_len=2, pages=[1], slot=-1, temperature=0.7, seed=2**32 - 1
+    )
+    batch = Batch.of([chunk] * 3, Buckets(max_seqs=4, max_rows=8), pages_per_seq=2)
+    packed, layout = batch.pack()
+    assert packed.dtype == np.int32 and packed.ndim == 1
+    again = Batch.unpack(jnp.asarray(packed), layout)
+    assert again.bucket == batch.bucket
+    for left, right in zip(jax.tree.leaves(again), jax.tree.leaves(batch), strict=True):
+        assert left.dtype == right.dtype
+        np.testing.assert_array_equal(left, right)
+    assert hash(layout) == hash(batch.pack()[1]) and layout == batch.pack()[1]

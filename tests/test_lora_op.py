@@ -80,6 +80,29 @@ def test_gradients_against_dense(implementation):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_gradients_in_half_precision(dtype, implementation):
+    slots, arrays, direction = gradient_inputs()
+    arrays = arrays[:4]
+
+    def loss(y, x, a, b):
+        segments = segment_metadata(
+            jnp.asarray(slots), num_slots=3, implementation=implementation
+        )
+        pool = pack_adapters(a, b)
+        out = lora(y, x, pool, segments, implementation=implementation)
+        return (out.astype(jnp.float32) * direction).sum()
+
+    gradient = jax.jit(jax.grad(loss, (0, 1, 2, 3)))
+    actual = gradient(*(array.astype(dtype) for array in arrays))
+    expected = gradient(*arrays)
+    for got, want in zip(actual, expected, strict=True):
+        assert got.dtype == dtype
+        error = jnp.linalg.norm(got.astype(jnp.float32) - want)
+        assert error <= 1e-2 * jnp.linalg.norm(want)
+
+
 def test_gradients_against_finite_differences():
     slots, arrays, direction = gradient_inputs()
     segments = segment_metadata(jnp.asarray(slots), num_slots=3)

@@ -19,7 +19,7 @@ from flax import nnx
 from rich.console import Console
 from rich.table import Table
 
-from punica_jax.batch import Batch, Buckets, Chunk
+from punica_jax.batch import Batch, Buckets
 from punica_jax.models import (
     MODULE_GROUPS,
     CachedAttention,
@@ -30,6 +30,7 @@ from punica_jax.models import (
 from punica_jax.pallas_kernels import segment_metadata
 from punica_jax.pallas_kernels.shapes import MODEL_SHAPES, Popularity, segment_sizes
 from punica_jax.runner import Runner
+from punica_jax.sequence import Chunk
 
 COPY_BYTES_PER_S = 4.3e12
 RANK = 16
@@ -104,7 +105,7 @@ def make_batch(rows: int, sizes: list[int], context: int) -> Batch:
         )
         for i in range(rows)
     ]
-    return Batch.of(chunks, Buckets(rows, max(rows, 32)), pages_per_seq)
+    return Batch.of(chunks, Buckets(rows, max(rows, 32)).of(chunks), pages_per_seq)
 
 
 def time_steps(runner: Runner, batch: Batch, repeats: int = 9) -> tuple[float, float]:

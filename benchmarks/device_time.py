@@ -1,16 +1,19 @@
-"""Device time of small launches: cold caches, launch gaps included.
+"""Device time of small launches, one after the other, gaps included.
 
 Knows nothing of what is launched.
 """
 
+import collections
+import dataclasses
+import glob
 import math
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax import Array
 
 # Measured on one H200: bytes read plus bytes written by a large copy.
 PEAK_BYTES_PER_S = 4.3e12
@@ -20,65 +23,99 @@ COLD_BYTES = 120e6
 _WINDOW_S = 20e-3
 _NUM_WINDOWS = 7
 
-Step = Callable[[Sequence[Array], Sequence[Any], Any], list[Array]]
+Carries = list[Any]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """A compiled program of `num_calls` launches: `step(carries, operands, shared)`."""
+
+    compiled: Callable[..., Carries]
+    num_calls: int
+
+    def __call__(self, carries: Carries, operands: Sequence[Any], shared: Any):
+        return self.compiled(carries, operands, shared)
 
 
 def num_sets(bytes_per_launch: float, most: int = 256) -> int:
-    """Return how many input sets make a rotation that the L2 cannot hold.
-
-    At least 24, so that a step outlasts its own dispatch; at most `most`, for every
-    set is unrolled in the program.
-    """
-    return min(most, max(24, math.ceil(COLD_BYTES / bytes_per_launch)))
+    """Return how many input sets make a rotation that the L2 cannot hold."""
+    return min(most, 1 + math.ceil(COLD_BYTES / bytes_per_launch))
 
 
 def compile_step(
-    launch: Callable[..., Array],
-    outs: Sequence[Array],
+    launch: Callable[..., Any],
+    carries: Carries,
     operands: Sequence[Any],
     shared: Any = (),
 ) -> Step:
-    """Compile `[launch(out, *own, *shared) for out, own in zip(outs, operands)]`.
+    """Compile a call of `launch` for each of `operands`, in order, as one program.
 
-    The outputs take the place of `outs` (donated), so that nothing is copied and
-    addresses stay, as CUDA graphs like it.
+    Call `i` is `carries[i] = launch(carries[i], *operands[i], *shared)`, the carries'
+    index modulo their number; carries are donated, so that nothing is copied. No two
+    calls may share all of their operands' arrays: XLA would compute what they have in
+    common once. The fewer arrays the better: the host spends microseconds on each.
     """
     traced_once = jax.jit(launch)
 
-    def step(outs, operands, shared):
-        return [
-            traced_once(out, *own, *shared)
-            for out, own in zip(outs, operands, strict=True)
-        ]
+    def step(carries, operands, shared):
+        carries = list(carries)
+        for i, own in enumerate(operands):
+            c = i % len(carries)
+            carries[c] = traced_once(carries[c], *own, *shared)
+        return carries
 
-    lowered = jax.jit(step, donate_argnums=0, keep_unused=True).lower(
-        outs, operands, shared
-    )
-    return lowered.compile()
+    # One launch after the other, as in a model step they depend on one another.
+    options = {"xla_gpu_command_buffer_scheduling_mode": "SERIALIZE"}
+    lowered = jax.jit(step, donate_argnums=0).lower(carries, operands, shared)
+    compiled = lowered.compile(options if jax.default_backend() == "gpu" else None)
+    return Step(compiled=compiled, num_calls=len(operands))
 
 
 def measure(
-    step: Step, outs: Sequence[Array], operands: Sequence[Any], shared: Any = ()
-) -> tuple[float, list[Array]]:
-    """Return the median seconds of one launch, and the last outputs.
+    step: Step, carries: Carries, operands: Sequence[Any], shared: Any = ()
+) -> tuple[float, Carries]:
+    """Return the median seconds of one launch, and the last carries.
 
     Steps are enqueued for about 20 ms, with one wait at the end; the median is over
     seven such windows.
     """
 
-    def window(outs, num_steps):
+    def window(carries, num_steps):
         start = time.perf_counter()
         for _ in range(num_steps):
-            outs = step(outs, operands, shared)
-        jax.block_until_ready(outs)
-        return time.perf_counter() - start, outs
+            carries = step(carries, operands, shared)
+        jax.block_until_ready(carries)
+        return time.perf_counter() - start, carries
 
-    _, outs = window(outs, 2)
-    elapsed_s, outs = window(outs, 4)
-    num_steps = max(2, math.ceil(4 * _WINDOW_S / elapsed_s))
+    _, carries = window(carries, 1)
+    elapsed_s, carries = window(carries, 2)
+    num_steps = max(2, math.ceil(2 * _WINDOW_S / elapsed_s))
     times_s = []
     for _ in range(_NUM_WINDOWS):
-        elapsed_s, outs = window(outs, num_steps)
-        times_s.append(elapsed_s)
-    seconds = statistics.median(times_s) / (num_steps * len(outs))
-    return seconds, list(outs)
+        elapsed_s, carries = window(carries, num_steps)
+        times_s.append(elapsed_s / num_steps)
+    return statistics.median(times_s) / step.num_calls, carries
+
+
+def kernel_times(run: Callable[[], Any]) -> dict[str, float]:
+    """Return the median seconds of each kernel of `run()`, by name; {} off GPUs.
+
+    By the profiler: without the gaps between kernels, but each a little longer than
+    it is alone.
+    """
+    options = jax.profiler.ProfileOptions()
+    options.host_tracer_level = options.python_tracer_level = 0
+    times_s = collections.defaultdict(list)
+    with tempfile.TemporaryDirectory() as folder:
+        jax.profiler.start_trace(folder, profiler_options=options)
+        jax.block_until_ready(run())
+        jax.profiler.stop_trace()
+        [path] = glob.glob(f"{folder}/**/*.xplane.pb", recursive=True)
+        for plane in jax.profiler.ProfileData.from_file(path).planes:
+            if "GPU" not in plane.name:
+                continue
+            for line in plane.lines:
+                if line.name.startswith("Stream"):
+                    for event in line.events:
+                        times_s[event.name].append(event.duration_ns * 1e-9)
+    return {name: statistics.median(times) for name, times in times_s.items()}

@@ -14,7 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from benchmarks.decode import MAX_CONTEXT, PAGE_SIZE, fill_pools, make_batch, make_config
+from benchmarks.decode import (
+    MAX_CONTEXT,
+    PAGE_SIZE,
+    fill_pools,
+    make_batch,
+    make_config,
+)
 from punica_jax.models import Llama
 from punica_jax.pallas_kernels.shapes import segment_sizes
 from punica_jax.runner import Runner

@@ -1,55 +1,59 @@
 """Device time of `y += x A B`: `python -m benchmarks.sgmv [--quick] [--out FILE]`.
 
 Every launch reads other pages, rows and outputs than those before it, so that caches
-are cold; all launches of a step are unrolled in one program and run back to back, gaps
-included; a figure is a median (see `device_time`). Results are compared with a float32
-oracle before they count.
+are cold; launches run one after the other in one CUDA graph, gaps included; a figure is
+a median (see `device_time`). A figure counts only if the sums agree with a float32
+oracle. Peers' figures come from `peers_h200.json`.
 """
 
 import argparse
 import dataclasses
+import datetime
+import functools
+import itertools
 import json
 import math
+import re
 import statistics
-import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.device_time import Step, compile_step, measure, num_sets
+from benchmarks import sgmv_rivals
+from benchmarks.device_time import Step, compile_step, kernel_times, measure, num_sets
 from benchmarks.sgmv_cells import (
     NUM_SLOTS,
     Cell,
     Inputs,
-    input_shapes,
     load_cells,
     make_inputs,
+    page_table_of,
     peers_source,
+    pool_of,
     relative_error,
     slots_of,
 )
 from punica_jax.pallas_kernels import (
     LoraPool,
     Segments,
-    expand,
-    lora,
+    _sgmv,
+    resolve,
     segment_metadata,
-    shrink,
 )
+
+Record = dict[str, Any]
+_COLUMNS = ("ours", "shrink", "expand", "floor", "peer", "loop", "gather", "ragged_dot")
 
 # bfloat16 outputs: rounding alone is 0.3 %.
 _MAX_ERROR = 1e-2
-# A rival's set is several kernels, and slower: fewer sets outlast the dispatch.
-_RIVAL_SETS = 16
 _QUICK = (
     "4096->4096 r16 1 distinct",
     "4096->4096 r16 64 distinct",
@@ -61,62 +65,209 @@ _QUICK = (
 )
 
 
+def launch_ours(y, rows, page_table, x, pool: LoraPool, segments: Segments) -> Array:
+    """Run shrink and expand on one set's rows of all sets' `x` and `y`."""
+    pool = dataclasses.replace(pool, page_table=page_table)
+    segments = dataclasses.replace(segments, rows=rows)
+    interpret = resolve(None) != "pallas_triton"
+    v = _sgmv.shrink(x, pool, segments, interpret=interpret)
+    return _sgmv.expand(y, v, pool, segments, interpret=interpret)
+
+
+def our_problem(cell: Cell, inputs: Inputs, num_sets: int) -> sgmv_rivals.Problem:
+    """Lay out several rounds over the sets, as many as a step's dispatch needs.
+
+    No more than 8: every round rounds y once more, and the oracle does not.
+    """
+    segments = segment_metadata(jnp.asarray(slots_of(cell)), num_slots=NUM_SLOTS)
+    num_rounds = min(8, math.ceil(96 / num_sets))
+    operands = [
+        (segments.rows + n * cell.rows, jnp.asarray(page_table_of(cell, n)))
+        for n in list(range(num_sets)) * num_rounds
+    ]
+    shared = inputs.x, pool_of(cell, inputs), segments
+    return [jnp.copy(inputs.y)], operands, shared
+
+
+# name -> how its arrays are laid out, and its launch but for the widths.
+METHODS: dict[str, tuple[Callable[..., sgmv_rivals.Problem], Callable[..., Array]]] = {
+    "ours": (our_problem, launch_ours),
+    "gather": (sgmv_rivals.gather_problem, sgmv_rivals.launch_gather),
+    "ragged_dot": (sgmv_rivals.ragged_dot_problem, sgmv_rivals.launch_ragged_dot),
+}
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """A compiled step and what it runs on besides `inputs`."""
+    """One method in one cell, compiled: `build` lays out the inputs for `step`."""
 
+    build: Callable[[Inputs], sgmv_rivals.Problem]
     step: Step
-    num_sets: int
 
 
-def block_rows_of(cell: Cell) -> int:
-    return 16 if cell.suite == "decode" or cell.rows <= 64 else 32
-
-
-def segments_of(cell: Cell) -> Segments:
-    slots = jnp.asarray(slots_of(cell))
-    return segment_metadata(
-        slots, num_slots=NUM_SLOTS, block_rows=block_rows_of(cell)
+def inputs_of(cells: Iterable[Cell]) -> Callable[[], Inputs]:
+    """Return what makes the inputs of one family's cells."""
+    cells = list(cells)
+    return functools.partial(
+        make_inputs,
+        cells[0],
+        num_adapters=max(
+            num_sets(cell.num_bytes) * cell.num_adapters for cell in cells
+        ),
+        num_rows=max(num_sets(cell.num_bytes) * cell.rows for cell in cells),
     )
 
 
-# Each launch takes its output (donated) first, then a set's own operands, then the
-# shared ones.
-def launch_pair(y, x, page_table, pool: LoraPool, segments: Segments):
-    pool = dataclasses.replace(pool, page_table=page_table)
-    return lora(y, x, pool, segments)
+def compile_program(cell: Cell, method: str, inputs: Inputs) -> Program | Exception:
+    """Compile from the inputs' shapes; what the compiler refuses is returned."""
+    lay_out, launch = METHODS[method]
+    if method != "ours":
+        launch = functools.partial(launch, d_outs=cell.d_outs)
+    sets = num_sets(cell.num_bytes)
+    build = jax.jit(functools.partial(lay_out, cell, num_sets=sets))
+    problem = jax.eval_shape(build, inputs)
+    try:
+        step = compile_step(launch, *problem)
+        return Program(build=build.lower(inputs).compile(), step=step)
+    except jax.errors.JaxRuntimeError as error:
+        return error
 
 
-def launch_shrink(v, x, page_table, pool: LoraPool, segments: Segments):
-    del v
-    return shrink(x, dataclasses.replace(pool, page_table=page_table), segments)
+def run_program(cell: Cell, method: str, program: Program, inputs: Inputs) -> Record:
+    """Check the sums, then time; returns the record's fields."""
+    carries, operands, shared = program.build(inputs)
+    times = len(operands) // num_sets(cell.num_bytes)
+    carries = program.step(carries, operands, shared)
+    error = relative_error(cell, inputs, carries[0][: cell.rows], times)
+    if not error < _MAX_ERROR:
+        return {f"{method}_error": error}
+    seconds, carries = measure(program.step, carries, operands, shared)
+    record = {f"{method}_us": seconds * 1e6}
+    if method == "ours":
+        kernels = kernel_times(lambda: program.step(carries, operands, shared))
+        for name in {"shrink", "expand"} & {k.removeprefix("lora_") for k in kernels}:
+            record[f"{name}_us"] = kernels[f"lora_{name}"] * 1e6
+        record["error"] = error
+    return record
 
 
-def launch_expand(y, page_table, v, pool: LoraPool, segments: Segments):
-    pool = dataclasses.replace(pool, page_table=page_table)
-    return expand(y, v, pool, segments)
+def run_cells(cells: list[Cell], methods: list[str], say: Callable[[str], None]):
+    """Yield each cell's record; cells of one family share their inputs."""
+    for _, family in itertools.groupby(cells, lambda cell: cell.family):
+        family = list(family)
+        make = inputs_of(family)
+        shapes = jax.eval_shape(make)
+        jobs = [(cell, method) for cell in family for method in methods]
+        say(f"compiling {len(jobs)} programs: {family[0].name} ...")
+        with ThreadPoolExecutor(16) as pool:
+            inputs_job = pool.submit(jax.jit(make))
+            compile_job = functools.partial(compile_program, inputs=shapes)
+            programs = dict(
+                zip(jobs, pool.map(compile_job, *zip(*jobs, strict=True)), strict=True)
+            )
+            inputs = inputs_job.result()
+        for cell in family:
+            record: Record = describe(cell)
+            for method in methods:
+                program = programs.pop((cell, method))
+                if isinstance(program, Exception):
+                    record[f"{method}_error"] = str(program)[:200]
+                else:
+                    record |= run_program(cell, method, program, inputs)
+            yield record
 
 
-def launch_gather(y, x, index, a, b, d_outs: Sequence[int]):
-    v = jnp.einsum("nd,ncrd->ncr", x, a[index], preferred_element_type=jnp.float32)
-    b, v, start, columns = b[index], v.astype(x.dtype), 0, []
-    for c, width in enumerate(d_outs):
-        b_c = b[:, start : start + width]
-        columns.append(
-            jnp.einsum("nr,nor->no", v[:, c], b_c, preferred_element_type=jnp.float32)
+def describe(cell: Cell) -> Record:
+    return {
+        "cell": cell.name,
+        "suite": cell.suite,
+        "floor_us": cell.floor_us,
+        "peer": cell.peer,
+        "peer_us": cell.peer_us,
+        "loop_us": cell.loop_us,
+    }
+
+
+def run_metadata() -> Iterable[Record]:
+    """Time `segment_metadata`, kernel and XLA's form, on ever changing slots."""
+    for rows in (32, 128, 1024):
+        record: Record = {"cell": f"segment_metadata {rows}", "suite": "metadata"}
+        slots = np.random.default_rng(0).integers(0, NUM_SLOTS, rows)
+        for method in ("ours", "xla"):
+            implementation = None if method == "ours" else "xla"
+
+            def launch(slots, implementation=implementation):
+                # The next call's slots come out of this one, so that none is dropped.
+                segments = segment_metadata(
+                    slots, num_slots=NUM_SLOTS, implementation=implementation
+                )
+                return segments.rows[0]
+
+            carries = [jnp.asarray(slots, jnp.int32)]
+            operands = [()] * 32
+            step = compile_step(launch, carries, operands)
+            seconds, _ = measure(step, carries, operands, ())
+            record[f"{method}_us"] = seconds * 1e6
+        yield record
+
+
+def table_of(records: Iterable[Record]) -> Table:
+    table = Table(caption=f"us; peers: {peers_source()}")
+    table.add_column("cell")
+    for column in ("ours", "shrink", "expand", "floor", "x floor", "best peer"):
+        table.add_column(column, justify="right")
+    for column in ("of peer", "loop", "gather", "ragged_dot"):
+        table.add_column(column, justify="right")
+    for record in records:
+        us = {name: record.get(f"{name}_us", math.nan) for name in _COLUMNS}
+        cells = {name: f"{value:.1f}" for name, value in us.items()}
+        cells["x floor"] = f"{us['ours'] / us['floor']:.1f}"
+        cells["of peer"] = f"{us['ours'] / us['peer']:.2f}"
+        cells["best peer"] = f"{us['peer']:.1f} {record.get('peer', '')}"
+        names = [column.header for column in table.columns[1:]]
+        table.add_row(
+            record["cell"], *(cells[str(name)].replace("nan", "-") for name in names)
         )
-        start += width
-    return (y.astype(jnp.float32) + jnp.concatenate(columns, axis=1)).astype(y.dtype)
+    return table
 
 
-def launch_ragged_dot(y, x, a, b, order, inverse, sizes, d_outs: Sequence[int]):
-    """`a` is [adapters, d_in, C * rank], `b` [adapters, rank, d_out]."""
-    f32 = jnp.float32
-    v = jax.lax.ragged_dot(x[order], a, sizes, preferred_element_type=f32)
-    v, rank, start, columns = v.astype(x.dtype), b.shape[1], 0, []
-    for c, width in enumerate(d_outs):
-        v_c, b_c = v[:, c * rank : (c + 1) * rank], b[:, :, start : start + width]
-        columns.append(jax.lax.ragged_dot(v_c, b_c, sizes, preferred_element_type=f32))
-        start += width
-    delta = jnp.concatenate(columns, axis=1)[inverse]
-    return (y.astype(jnp.float32) + delta).astype(y.dtype)
+def ratio_to(name: str, records: Iterable[Record]) -> float:
+    """Return the geometric mean of our figures over those of `name`."""
+    pairs = [(r.get("ours_us"), r.get(f"{name}_us")) for r in records]
+    ratios = [ours / theirs for ours, theirs in pairs if ours and theirs]
+    return statistics.geometric_mean(ratios) if ratios else math.nan
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="a few cells, no rivals")
+    parser.add_argument("--cells", help="a regular expression of their names")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, help="all by default")
+    parser.add_argument("--out", type=Path, help="write JSON lines here")
+    parser.add_argument("--commit", default="unknown", help="to be noted in them")
+    args = parser.parse_args()
+    cells = [cell for cell in load_cells() if not args.quick or cell.name in _QUICK]
+    cells = [cell for cell in cells if re.search(args.cells or "", cell.name)]
+    cells.sort(key=lambda cell: (len(cell.d_outs), cell.family))
+    methods = args.methods or (["ours"] if args.quick else list(METHODS))
+    console = Console(width=150)
+    where = {
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        "commit": args.commit,
+        "date": datetime.date.today().isoformat(),
+    }
+    records: list[Record] = []
+    metadata = run_metadata() if "ours" in methods else ()
+    for record in itertools.chain(run_cells(cells, methods, console.print), metadata):
+        records.append(record)
+        if args.out:
+            with args.out.open("a") as file:
+                print(json.dumps({**record, **where}), file=file)
+    console.print(table_of(records))
+    for name in ("peer", "loop", "gather", "ragged_dot"):
+        console.print(f"geometric mean, ours / {name}: {ratio_to(name, records):.2f}")
+
+
+if __name__ == "__main__":
+    main()

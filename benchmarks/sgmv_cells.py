@@ -4,10 +4,9 @@ Knows what is multiplied; nothing of kernels or of how they are timed.
 """
 
 import dataclasses
-import functools
 import json
 import pathlib
-from typing import cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +40,11 @@ class Cell:
     def name(self) -> str:
         d_outs = "+".join(map(str, self.d_outs))
         return f"{self.d_in}->{d_outs} r{self.rank} {self.rows} {self.popularity}"
+
+    @property
+    def family(self) -> tuple[Any, ...]:
+        """Cells of one family can share their inputs."""
+        return self.d_in, self.d_outs, self.rank
 
     @property
     def sizes(self) -> list[int]:
@@ -95,104 +99,107 @@ def peers_source() -> str:
     return f"{peers['source']}, {peers['date']}"
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """`num_sets` sets of inputs that share one pool but no page of it."""
+    """Random adapters and rows, enough for every set of every cell of one family.
 
-    a: Array  # [sets * adapters, C, rank, d_in]
-    b: Array  # [sets * adapters, d_out, rank], as PEFT has it
-    pool: LoraPool  # the same values in rank pages; its page table is set 0's
-    page_tables: list[Array]
-    xs: list[Array]
-    ys: list[Array]
+    A cell's set `n` uses adapters `n k` to `n k + k - 1`, k being its number of
+    adapters, and as many rows further on each time: no two sets share any byte.
+    """
+
+    a: Array  # [adapters, C, rank, d_in]
+    b: Array  # [adapters, d_out, rank], as PEFT has it
+    a_pages: Array  # the same values as a LoraPool has them
+    b_pages: Array
+    x: Array  # [rows, d_in]
+    y: Array  # [rows, d_out]
 
 
 def slots_of(cell: Cell) -> np.ndarray:
     """Return each row's slot; decode rows lie in a random order."""
-    rng = np.random.default_rng(cell.rows)
-    names = rng.permutation(NUM_SLOTS)[: cell.num_adapters]
+    names = _names(cell)[: cell.num_adapters]
     slots = np.repeat(names, cell.sizes).astype(np.int32)
-    return slots if cell.popularity.startswith("seg") else rng.permutation(slots)
+    if cell.popularity.startswith("seg"):
+        return slots
+    return np.random.default_rng(cell.rows).permutation(slots)
+
+
+def adapter_of_row(cell: Cell) -> np.ndarray:
+    """Return which of set 0's adapters each row uses."""
+    return np.argsort(_names(cell))[slots_of(cell)]
 
 
 def page_table_of(cell: Cell, number: int) -> np.ndarray:
     """Return set `number`'s page table; its adapters follow those of earlier sets."""
-    names = np.random.default_rng(cell.rows).permutation(NUM_SLOTS)
     table = np.zeros((NUM_SLOTS, cell.pages), np.int32)
     first = number * cell.num_adapters
-    for k, slot in enumerate(names[: cell.num_adapters]):
+    for k, slot in enumerate(_names(cell)[: cell.num_adapters]):
         table[slot] = (first + k) * cell.pages + np.arange(cell.pages)
     return table
 
 
-def input_shapes(cell: Cell, num_sets: int) -> Inputs:
-    """Return the inputs' shapes, for compiling before there are any."""
-    a, b, x, y = jax.eval_shape(functools.partial(_random, cell, num_sets))
-    pool = jax.eval_shape(functools.partial(_pool, cell), a, b)
-    tables = [pool.page_table] * num_sets
+def make_inputs(cell: Cell, *, num_adapters: int, num_rows: int) -> Inputs:
+    """Make inputs of the cell's family (its widths and rank)."""
+    keys = jax.random.split(jax.random.key(0, impl="rbg"), 4)
+    modules = len(cell.d_outs)
+    a_shape = (num_adapters, modules, cell.rank, cell.d_in)
+    a = jax.random.normal(keys[0], a_shape, DTYPE)
+    b = jax.random.normal(keys[1], (num_adapters, cell.d_out, cell.rank), DTYPE)
+    a = a * jnp.asarray(cell.d_in**-0.5, DTYPE)
+    b = b * jnp.asarray(cell.rank**-0.5, DTYPE)
+    a_pages = a.reshape(num_adapters, modules, cell.pages, RANK_PAGE, cell.d_in)
     return Inputs(
         a=a,
         b=b,
-        pool=pool,
-        page_tables=tables,
-        xs=[x] * num_sets,
-        ys=[y] * num_sets,
+        a_pages=a_pages.swapaxes(1, 2).reshape(-1, modules, RANK_PAGE, cell.d_in),
+        b_pages=b.swapaxes(1, 2).reshape(-1, RANK_PAGE, cell.d_out),
+        x=jax.random.normal(keys[2], (num_rows, cell.d_in), DTYPE),
+        y=jax.random.normal(keys[3], (num_rows, cell.d_out), DTYPE),
     )
 
 
-def make_inputs(cell: Cell, num_sets: int) -> Inputs:
-    a, b, x, y = jax.jit(functools.partial(_random, cell, num_sets))()
-    xs = [jnp.copy(x) for _ in range(num_sets)]
-    ys = [jnp.copy(y) for _ in range(num_sets)]
-    pool = jax.jit(functools.partial(_pool, cell))(a, b)
-    tables = [jnp.asarray(page_table_of(cell, n)) for n in range(num_sets)]
-    return Inputs(a=a, b=b, pool=pool, page_tables=tables, xs=xs, ys=ys)
-
-
-def _random(cell: Cell, num_sets: int) -> tuple[Array, ...]:
-    keys = jax.random.split(jax.random.key(0), 4)
-    adapters = num_sets * cell.num_adapters
-    a_shape = (adapters, len(cell.d_outs), cell.rank, cell.d_in)
-    scale_a = jnp.asarray(cell.d_in**-0.5, DTYPE)
-    scale_b = jnp.asarray(cell.rank**-0.5, DTYPE)
-    return (
-        jax.random.normal(keys[0], a_shape, DTYPE) * scale_a,
-        jax.random.normal(keys[1], (adapters, cell.d_out, cell.rank), DTYPE) * scale_b,
-        jax.random.normal(keys[2], (cell.rows, cell.d_in), DTYPE),
-        jax.random.normal(keys[3], (cell.rows, cell.d_out), DTYPE),
-    )
-
-
-def _pool(cell: Cell, a: Array, b: Array) -> LoraPool:
-    adapters, modules = a.shape[:2]
-    total = adapters * cell.pages
-    a = a.reshape(adapters, modules, cell.pages, RANK_PAGE, cell.d_in)
-    b = b.reshape(adapters, cell.d_out, cell.pages, RANK_PAGE)
-    counts = np.zeros((NUM_SLOTS, modules), np.int32)
+def pool_of(cell: Cell, inputs: Inputs) -> LoraPool:
+    """Return the inputs as a pool with set 0's page table."""
+    counts = np.zeros((NUM_SLOTS, len(cell.d_outs)), np.int32)
     counts[np.unique(slots_of(cell))] = cell.pages
     return LoraPool(
-        a=a.swapaxes(1, 2).reshape(total, modules, RANK_PAGE, cell.d_in),
-        b=b.swapaxes(1, 2).reshape(total, cell.d_out, RANK_PAGE),
+        a=inputs.a_pages,
+        b=inputs.b_pages,
         page_table=jnp.asarray(page_table_of(cell, 0)),
         num_pages=jnp.asarray(counts),
         d_outs=cell.d_outs,
     )
 
 
-def relative_error(cell: Cell, inputs: Inputs, x: Array, y: Array, out: Array) -> float:
-    """Return the error of set 0's `out` in the 2-norm of what the product adds."""
-    a = np.asarray(inputs.a[: cell.num_adapters]).astype(np.float32)
-    b = np.asarray(inputs.b[: cell.num_adapters]).astype(np.float32)
-    x_host, y_host = (np.asarray(array).astype(np.float32) for array in (x, y))
-    slots = slots_of(cell)
-    names = np.random.default_rng(cell.rows).permutation(NUM_SLOTS)
-    delta = np.zeros_like(y_host)
-    for k, slot in enumerate(names[: cell.num_adapters]):
-        rows = np.flatnonzero(slots == slot)
-        start = 0
+def _names(cell: Cell) -> np.ndarray:
+    """Return the slots in the order in which adapters get them."""
+    return np.random.default_rng(cell.rows).permutation(NUM_SLOTS)
+
+
+def relative_error(cell: Cell, inputs: Inputs, out: Array, times: int) -> float:
+    """Return the error of set 0's rows, in the 2-norm of what was added to them.
+
+    Args:
+      inputs: the inputs; only set 0 of them is read.
+      out: `[rows, d_out]`, set 0's y plus `times` its product.
+    """
+    a, b, x, y = (
+        np.asarray(array[:size]).astype(np.float32)
+        for array, size in (
+            (inputs.a, cell.num_adapters),
+            (inputs.b, cell.num_adapters),
+            (inputs.x, cell.rows),
+            (inputs.y, cell.rows),
+        )
+    )
+    adapter = adapter_of_row(cell)
+    delta = np.zeros_like(y)
+    for k in range(cell.num_adapters):
+        rows, start = np.flatnonzero(adapter == k), 0
         for c, width in enumerate(cell.d_outs):
-            v = (x_host[rows] @ a[k, c].T).astype(DTYPE).astype(np.float32)
+            v = (x[rows] @ a[k, c].T).astype(DTYPE).astype(np.float32)
             delta[rows, start : start + width] = v @ b[k, start : start + width].T
             start += width
-    error = np.asarray(out).astype(np.float32) - (y_host + delta)
-    return float(np.linalg.norm(error) / np.linalg.norm(delta))
+    error = np.asarray(out).astype(np.float32) - (y + times * delta)
+    return float(np.linalg.norm(error) / np.linalg.norm(times * delta))

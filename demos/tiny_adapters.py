@@ -22,7 +22,7 @@ from punica_jax.models._lora import GroupPools
 from punica_jax.models._peft_config import PeftLoraConfig
 from punica_jax.pallas_kernels import RANK_PAGE
 
-# group -> per layer (A `f32[pages, C, 16, d_in]`, B `f32[pages, d_out_total, 16]`);
+# group -> per layer (A `f32[pages, C, 16, d_in]`, B `f32[pages, 16, d_out_total]`);
 # unlike the pools' B, this one is not multiplied by the scale.
 AdapterWeights = dict[str, list[tuple[Array, Array]]]
 
@@ -35,7 +35,7 @@ class _GroupLayout:
       page_table: `i32[slots, max_pages]`.
       num_pages: per layer `i32[slots, C]`.
       a_masks: per layer `f32[pages, C, 16, 1]`, 1 where an adapter has that rank.
-      b_scales: per layer `f32[pages, d_out_total, 16]`, the adapter's scale there.
+      b_scales: per layer `f32[pages, 16, d_out_total]`, the adapter's scale there.
     """
 
     page_table: np.ndarray
@@ -131,10 +131,10 @@ class AdapterSet:
             np.asarray(array)[pages] for array in weights[module.group][module.layer]
         )
         start = sum(self._config.d_outs(module.group)[: module.index])
-        b = b[:, start : start + module.d_out]
+        b = b[:, :, start : start + module.d_out]
         return (
             a[:, module.index].reshape(-1, module.d_in),
-            b.swapaxes(0, 1).reshape(module.d_out, -1),
+            b.reshape(-1, module.d_out).T,
         )
 
     def _rank(self, slot: int, module: BaseModule) -> int:
@@ -161,7 +161,7 @@ class AdapterSet:
             np.zeros((pages, len(d_outs), RANK_PAGE, 1), np.float32) for _ in layers
         ]
         b_scales = [
-            np.zeros((pages, sum(d_outs), RANK_PAGE), np.float32) for _ in layers
+            np.zeros((pages, RANK_PAGE, sum(d_outs)), np.float32) for _ in layers
         ]
         for module in modules:
             start = sum(d_outs[: module.index])
@@ -172,7 +172,7 @@ class AdapterSet:
                 for r in range(rank):
                     page, lane = first[slot] + r // RANK_PAGE, r % RANK_PAGE
                     a_masks[module.layer][page, module.index, lane] = 1
-                    b_scales[module.layer][page, columns, lane] = spec.scale(
+                    b_scales[module.layer][page, lane, columns] = spec.scale(
                         module.path
                     )
         return _GroupLayout(page_table, num_pages, a_masks, b_scales)

@@ -56,12 +56,12 @@ from punica_jax.models import (
     load_model,
     save_model,
 )
-from punica_jax.pallas_kernels import resolve, segment_metadata
+from punica_jax.pallas_kernels import segment_metadata
 
 DTYPE = jnp.bfloat16
-# A training batch has tens of thousands of rows for eight adapters, so tiles can be
-# long: XLA's form gathers an adapter once a tile, a kernel holds a tile in registers.
-_BLOCK_ROWS = {"xla": 512, "pallas_triton": 64, "pallas_interpret": 64}
+# A training batch has tens of thousands of rows for eight adapters: long tiles, where
+# the kernels run (XLA's form has tiles of its own).
+_BLOCK_ROWS = 64
 _INIT_STDDEV = 0.03
 
 
@@ -215,7 +215,7 @@ def _logits_of_adapters(
         segments = segment_metadata(
             jnp.repeat(slots, SEQ_LEN),
             num_slots=len(TASKS),
-            block_rows=_BLOCK_ROWS[resolve(implementation)],
+            block_rows=_BLOCK_ROWS,
             implementation=implementation,
         )
         return _run(

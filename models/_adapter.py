@@ -133,7 +133,7 @@ class Adapter:
           index: which page of the adapter, from 0 to `num_pages(group) - 1`.
 
         Returns:
-          `a [layers, C, 16, d_in]` and `b [layers, d_out_total, 16]`, in `dtype`; zeros
+          `a [layers, C, 16, d_in]` and `b [layers, 16, d_out_total]`, in `dtype`; zeros
           where a module has no such rank.
         """
         assert 0 <= index < self.num_pages(group), (group, index)
@@ -142,15 +142,15 @@ class Adapter:
         a_page = np.zeros(
             (layers, len(d_outs), RANK_PAGE, config.d_in(group)), self.dtype
         )
-        b_page = np.zeros((layers, sum(d_outs), RANK_PAGE), self.dtype)
+        b_page = np.zeros((layers, RANK_PAGE, sum(d_outs)), self.dtype)
         for module, (a, b) in self._factors.items():
             if module.group != group:
                 continue
             lanes = max(0, min(a.shape[0] - first, RANK_PAGE))
             start = sum(d_outs[: module.index])
-            rows = slice(start, start + module.d_out)
+            columns = slice(start, start + module.d_out)
             a_page[module.layer, module.index, :lanes] = a[first : first + lanes]
-            b_page[module.layer, rows, :lanes] = b[:, first : first + lanes]
+            b_page[module.layer, :lanes, columns] = b[:, first : first + lanes].T
         return a_page, b_page
 
 

@@ -29,7 +29,7 @@ class GroupPools:
 
     Attributes:
       a: per layer `[pages, C, 16, d_in]`.
-      b: per layer `[pages, d_out_total, 16]`, times the adapter's scale.
+      b: per layer `[pages, 16, d_out_total]`, times the adapter's scale.
       page_table: `i32[slots, max_pages]`.
       num_pages: per layer `i32[slots, C]`.
       d_outs: width of each of the `C` modules' outputs (static).
@@ -60,7 +60,7 @@ class GroupPools:
                 jnp.zeros((num_pages, modules, RANK_PAGE, d_in), dtype) for _ in layers
             ),
             b=tuple(
-                jnp.zeros((num_pages, sum(d_outs), RANK_PAGE), dtype) for _ in layers
+                jnp.zeros((num_pages, RANK_PAGE, sum(d_outs)), dtype) for _ in layers
             ),
             page_table=jnp.zeros((num_slots, -(-max_rank // RANK_PAGE)), jnp.int32),
             num_pages=tuple(jnp.zeros((num_slots, modules), jnp.int32) for _ in layers),
@@ -210,7 +210,7 @@ def write_page(
     group: str,
     page: Int[Array, ""],
     a_page: Float[Array, "layers C lanes d_in"],
-    b_page: Float[Array, "layers d_out_total lanes"],
+    b_page: Float[Array, "layers lanes d_out_total"],
 ) -> tuple[LoraPools, Bool[Array, ""]]:
     """Write one rank page of one module group, in every layer.
 

@@ -14,12 +14,13 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float, Int
 
-from punica_jax.pallas_kernels import _sgmv, reference
+from punica_jax.pallas_kernels import _segment_outer, _sgmv, reference
 from punica_jax.pallas_kernels._dispatch import resolve
 from punica_jax.pallas_kernels._pool import RANK_PAGE, LoraPool
 from punica_jax.pallas_kernels._segments import (
     MAX_KERNEL_ROWS,
     Segments,
+    default_block_rows,
     segment_metadata_kernel,
 )
 
@@ -31,7 +32,7 @@ def segment_metadata(
     weights: Float[Array, "rows"] | Float[Array, "rows passes"] | None = None,
     *,
     num_slots: int,
-    block_rows: int = 16,
+    block_rows: int | None = None,
     implementation: str | None = None,
 ) -> Segments:
     """Group a batch's rows by adapter, once a step.
@@ -41,10 +42,11 @@ def segment_metadata(
         axis, several slots a row, whose products are added in order.
       weights: float32 factor of each row's (each entry's) product; None means 1.
       num_slots: slots the pools have.
-      block_rows: most rows of a tile, a power of two, at least 16. It chooses speed
-        only: a row's result does not depend on it. The XLA form always takes 16, for
-        XLA's products on a CPU sum in an order that depends on their shape.
-      implementation: see `resolve`. Beyond 1024 rows the kernel gives way to XLA's
+      block_rows: most rows of a tile, a power of two, at least 16; None chooses by the
+        number of rows. It chooses speed only: a row's result does not depend on it.
+        The XLA form always takes 16, for XLA's products on a CPU sum in an order that
+        depends on their shape.
+      implementation: see `resolve`. Beyond 8192 rows the kernel gives way to XLA's
         sort.
 
     Raises:
@@ -62,6 +64,8 @@ def segment_metadata(
         )
     if num_slots < 1:
         raise ValueError(f"num_slots must be at least 1, got {num_slots}")
+    if block_rows is None:
+        block_rows = default_block_rows(slots.shape[0])
     if block_rows < 16 or block_rows & (block_rows - 1):
         raise ValueError(
             f"block_rows must be a power of two of at least 16, got {block_rows}"
@@ -214,7 +218,7 @@ def _lora_backward(implementation, saved, dy):
         reference.segment_outer
         if implementation == "xla"
         else functools.partial(
-            _sgmv.segment_outer, interpret=implementation == "pallas_interpret"
+            _segment_outer.segment_outer, interpret=implementation == "pallas_interpret"
         )
     )
     v = shrink(x, pool, segments, implementation=implementation).sum(axis=0)
@@ -232,7 +236,7 @@ def _lora_backward(implementation, saved, dy):
         db.append(outer(_weigh(v_c, segments), dy_c, flipped, segments)[:, 0])
     dv = jnp.concatenate(dv, axis=1)
     da = outer(_weigh(dv, segments), x, pool, segments)
-    db = jnp.concatenate(db, axis=2).swapaxes(1, 2)
+    db = jnp.concatenate(db, axis=2)
     dpool = dataclasses.replace(
         pool,
         a=da.astype(pool.dtype),
@@ -253,11 +257,11 @@ _lora.defvjp(_lora_forward, _lora_backward)
 
 
 def _flip(pool: LoraPool, c: int) -> LoraPool:
-    """Return module `c` of the pool with A and B in each other's place, transposed."""
+    """Return module `c` of the pool with A and B in each other's place."""
     start, width = pool.d_out_offsets[c], pool.d_outs[c]
     return LoraPool(
-        a=pool.b[:, start : start + width].swapaxes(1, 2)[:, None],
-        b=pool.a[:, c].swapaxes(1, 2),
+        a=pool.b[:, None, :, start : start + width],
+        b=pool.a[:, c],
         page_table=pool.page_table,
         num_pages=pool.num_pages[:, c : c + 1],
         d_outs=(pool.d_in,),

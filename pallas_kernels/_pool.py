@@ -28,8 +28,10 @@ class LoraPool:
 
     Attributes:
       a: `[pages, C, 16, d_in]`, the A matrices as PEFT stores them.
-      b: `[pages, d_out_total, 16]`, the B matrices times the adapter's scale, the
-        group's modules one after the other along `d_out_total`.
+      b: `[pages, 16, d_out_total]`, the transposed B matrices times the adapter's
+        scale, the group's modules one after the other along `d_out_total`. (At rank 64
+        the expand is a tenth faster than with the 16 ranks last, at rank 16 as fast,
+        and the gradient is the same product with A and B in each other's place.)
       page_table: `i32[slots, max_pages]`.
       num_pages: `i32[slots, C]`, 0 where the adapter leaves the module alone.
       d_outs: width of each of the `C` modules' outputs (static).
@@ -84,7 +86,8 @@ def pack_adapters(
     Args:
       a: A of every slot; rows past a slot's rank are ignored.
       b: B of every slot, already times its scale.
-      ranks: true rank of every slot, 0 to `rank`; None means `rank` for all.
+      ranks: true rank of every slot, 0 to `rank` (more counts as `rank`); None means
+        `rank` for all.
 
     Returns:
       A `LoraPool` in which slot `s` owns pages `s * n .. (s + 1) * n`,
@@ -111,15 +114,15 @@ def pack_adapters(
         b = jnp.where(used[:, None, :], b, jnp.zeros_like(b))
     a = jnp.pad(a, ((0, 0), (0, pad), (0, 0)))
     b = jnp.pad(b, ((0, 0), (0, 0), (0, pad)))
-    b = b.reshape(slots, d_out, pages, RANK_PAGE).swapaxes(1, 2)
+    b = b.swapaxes(1, 2)
     counts = (
         jnp.full((slots,), pages, jnp.int32)
         if ranks is None
-        else -(-ranks.astype(jnp.int32) // RANK_PAGE)
+        else -(-jnp.clip(ranks.astype(jnp.int32), 0, rank) // RANK_PAGE)
     )
     return LoraPool(
         a=a.reshape(slots * pages, 1, RANK_PAGE, d_in),
-        b=b.reshape(slots * pages, d_out, RANK_PAGE),
+        b=b.reshape(slots * pages, RANK_PAGE, d_out),
         page_table=jnp.arange(slots * pages, dtype=jnp.int32).reshape(slots, pages),
         num_pages=counts[:, None],
         d_outs=(d_out,),

@@ -11,7 +11,7 @@ from jaxtyping import Float
 
 from punica_jax.pallas_kernels._attention_reference import paged_attention
 from punica_jax.pallas_kernels._pool import RANK_PAGE, LoraPool
-from punica_jax.pallas_kernels._segments import Segments, max_tiles, tile_numbers
+from punica_jax.pallas_kernels._segments import Segments, first_tile, max_tiles
 
 __all__ = ["expand", "paged_attention", "segment_metadata", "segment_outer", "shrink"]
 
@@ -23,7 +23,8 @@ def segment_metadata(slots: Array, *, num_slots: int, block_rows: int) -> Segmen
       slots: `i32[passes, rows]`; values outside 0 .. num_slots - 1 are idle.
     """
     rows = slots.shape[1]
-    tiles = max_tiles(rows, num_slots, block_rows)
+    # Two at least: XLA's CPU sums a product of one tile in another order (JAX 0.12).
+    tiles = max(2, max_tiles(rows, num_slots, block_rows))
     index = jnp.arange(rows, dtype=jnp.int32)
 
     def one_pass(slots: Array):
@@ -34,10 +35,7 @@ def segment_metadata(slots: Array, *, num_slots: int, block_rows: int) -> Segmen
         before = jnp.searchsorted(key, key, side="left").astype(jnp.int32)
         after = jnp.searchsorted(key, key, side="right").astype(jnp.int32)
         same_before = index - before
-        segments = jnp.cumsum(same_before == 0, dtype=jnp.int32) - 1
-        number, _ = tile_numbers(
-            before, segments, after - before, same_before, block_rows
-        )
+        number = first_tile(before, key, block_rows) + same_before // block_rows
         at = jnp.where(same_before % block_rows == 0, number, tiles)
         slot = jnp.where(key < num_slots, key, -1)
         end = jnp.minimum(after, index + block_rows)
@@ -112,9 +110,9 @@ def expand(
         for c, (start, width) in enumerate(
             zip(pool.d_out_offsets, pool.d_outs, strict=True)
         ):
-            b = pool.b[tile.page, start : start + width]
+            b = pool.b[tile.page, :, start : start + width]
             b = jnp.where(tile.used[:, :, c, None, None], b, jnp.zeros((), b.dtype))
-            columns.append(_einsum("tbpr,tpnr->tbn", v_tile[:, :, c], b))
+            columns.append(_einsum("tbpr,tprn->tbn", v_tile[:, :, c], b))
         delta = jnp.concatenate(columns, axis=-1)
         out = y[tile.row].astype(jnp.float32) + delta
         slot = jnp.maximum(tile.slot, 0)[:, None]

@@ -21,6 +21,8 @@ from punica_jax.models import (
     UnsupportedConfigError,
     load_model,
 )
+from punica_jax.pallas_kernels import pack_adapters, segment_metadata
+from punica_jax.pools import load_adapters
 from punica_jax.request import Completion, SamplingParams
 from punica_jax.tokenizer import TokenizerError
 
@@ -43,6 +45,9 @@ __all__ = [
     "UnsupportedAdapterError",
     "UnsupportedConfigError",
     "generate",
+    "load_adapters",
     "load_model",
     "lora",
+    "pack_adapters",
+    "segment_metadata",
 ]

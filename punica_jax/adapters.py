@@ -103,7 +103,7 @@ class AdapterTable(Mapping[str, LoadedAdapter]):
         Raises:
           UnknownAdapterError: no loaded adapter has that name.
         """
-        if name not in self._loaded:
+        if not isinstance(name, str) or name not in self._loaded:
             raise UnknownAdapterError(
                 f"no adapter named {name!r} is loaded; {self._known()}"
             )
@@ -157,8 +157,10 @@ class AdapterTable(Mapping[str, LoadedAdapter]):
           AdapterCapacityError: the rank is above `max_rank`, or slots or pages are out.
           ValueError: the name is empty, or is being loaded already.
         """
-        if not name:
-            raise ValueError(f"an adapter's name must not be empty, got {name!r}")
+        if not isinstance(name, str) or not name:
+            raise ValueError(
+                f"an adapter's name must be a text, not empty, got {name!r}"
+            )
         if name in self._pending:
             raise ValueError(f"adapter {name!r} is being loaded already")
         assert num_pages.keys() == self._num_pages.keys(), sorted(num_pages)

@@ -7,7 +7,7 @@ of requests, text or the model.
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ import numpy as np
 from jax import Array, lax
 
 from punica_jax.models import SeqTable
+from punica_jax.sequence import Chunk
 
 _DECODE_ONLY = 1
 
@@ -65,6 +66,10 @@ class Buckets:
         rows = _least(self._prefill_rows, num_rows)
         return Bucket(rows, _least(self._prefill_seqs, num_seqs), rows)
 
+    def of(self, chunks: Sequence[Chunk]) -> Bucket:
+        """Return the least bucket that holds `chunks`."""
+        return self.choose(sum(len(chunk.tokens) for chunk in chunks), len(chunks))
+
     def __iter__(self) -> Iterator[Bucket]:
         """Yield every bucket that `choose` can return."""
         for seqs in self._decode_seqs:
@@ -95,29 +100,8 @@ class Layout(NamedTuple):
       arrays: shape and dtype of each leaf, all of 4 bytes an element.
     """
 
-    structure: jax.tree_util.PyTreeDef
+    structure: Any
     arrays: tuple[tuple[tuple[int, ...], str], ...]
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Chunk:
-    """The rows that one sequence has in a step.
-
-    Attributes:
-      tokens: the rows' tokens, the sequence's last ones so far.
-      kv_len: tokens of the sequence, these included.
-      pages: its KV pages, in order, enough for `kv_len`.
-      slot: its adapter's slot, -1 for none.
-      temperature: 0 is greedy.
-      seed: of its random numbers.
-    """
-
-    tokens: Sequence[int]
-    kv_len: int
-    pages: Sequence[int]
-    slot: int
-    temperature: float
-    seed: int
 
 
 @jax.tree_util.register_dataclass
@@ -169,12 +153,9 @@ class Batch:
         return jax.tree.unflatten(layout.structure, leaves)
 
     @classmethod
-    def of(
-        cls, chunks: Sequence[Chunk], buckets: Buckets, pages_per_seq: int
-    ) -> "Batch":
-        """Lay out chunks, one sequence each, in the bucket that `buckets` chooses."""
+    def of(cls, chunks: Sequence[Chunk], bucket: Bucket, pages_per_seq: int) -> "Batch":
+        """Lay out chunks, one sequence each, in a bucket that holds them."""
         lengths = [len(chunk.tokens) for chunk in chunks]
-        bucket = buckets.choose(sum(lengths), len(chunks))
         used = len(chunks)
         tokens = np.zeros(bucket.rows, np.int32)
         slots = np.full(bucket.rows, -1, np.int32)

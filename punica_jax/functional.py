@@ -3,6 +3,7 @@
 Knows dense stacks of adapters only.
 """
 
+import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
@@ -32,12 +33,18 @@ def lora(
       x: input, same float32, bfloat16 or float16 as the others; d_in a multiple of 8.
       a: A of each adapter, as PEFT stores it.
       b: B of each adapter, times its scale (alpha / rank).
-      slots: adapter of each row, -1 for none.
+      slots: adapter of each row; -1, or anything that is no slot, for none.
       implementation: see `pallas_kernels.resolve`; None chooses by device.
 
     Raises:
       ValueError: shapes or dtypes do not fit.
     """
+    y, x, a, b, slots = map(jnp.asarray, (y, x, a, b, slots))
+    if y.ndim != 2 or slots.shape != y.shape[:1]:
+        raise ValueError(
+            f"y must be [rows, d_out] and slots i32[rows], got y {y.shape} and slots "
+            f"{slots.shape}"
+        )
     pool = pallas_kernels.pack_adapters(a, b)
     segments = pallas_kernels.segment_metadata(
         slots, num_slots=pool.num_slots, implementation=implementation

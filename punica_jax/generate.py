@@ -37,8 +37,8 @@ def generate(
       model: the base model.
       pools: the loaded adapters, or None for the base alone.
       prompt_tokens: prompts, padded on the right with anything below the vocabulary.
-      prompt_lens: 1 to max_prompt.
-      slots: each sequence's adapter, -1 for none.
+      prompt_lens: 1 to max_prompt. Data, so not checked, like slots and seeds.
+      slots: each sequence's adapter; -1, or anything that is no slot, for none.
       max_new_tokens: most new tokens, at least 1 (static).
       eos_token_ids: tokens that end a sequence; the last one is kept (static).
       temperature: 0 (the default) is greedy.
@@ -53,9 +53,12 @@ def generate(
     Raises:
       ValueError: shapes do not fit, or max_new_tokens is below 1.
     """
-    if prompt_tokens.ndim != 2 or prompt_tokens.shape[1] < 1:
+    prompt_tokens, prompt_lens, slots = map(
+        jnp.asarray, (prompt_tokens, prompt_lens, slots)
+    )
+    if prompt_tokens.ndim != 2 or 0 in prompt_tokens.shape:
         raise ValueError(
-            f"prompt_tokens must be i32[seqs, max_prompt >= 1], "
+            f"prompt_tokens must be i32[seqs >= 1, max_prompt >= 1], "
             f"got {prompt_tokens.shape}"
         )
     seqs, max_prompt = prompt_tokens.shape
@@ -70,6 +73,16 @@ def generate(
             raise ValueError(f"{name} must be [{seqs}], got {vector.shape}")
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+    if page_size < 16 or page_size & (page_size - 1):
+        raise ValueError(
+            f"page_size must be a power of two of at least 16, got {page_size}"
+        )
+    limit = model.config.max_position_embeddings
+    if max_prompt + max_new_tokens > limit:
+        raise ValueError(
+            f"max_prompt {max_prompt} and max_new_tokens {max_new_tokens} exceed the "
+            f"model's max_position_embeddings {limit}"
+        )
     pages_per_seq = -(-(max_prompt + max_new_tokens) // page_size)
     page_table = jnp.arange(seqs * pages_per_seq, dtype=jnp.int32)
     page_table = page_table.reshape(seqs, pages_per_seq)

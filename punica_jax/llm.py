@@ -5,8 +5,11 @@ runner's business. Every sequence in flight owns a seat with a fixed share of th
 pages.
 """
 
+import contextlib
+import json
+import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -23,9 +26,12 @@ from punica_jax.models import (
     load_model,
     read_adapter,
 )
-from punica_jax.request import Completion, SamplingParams
+from punica_jax.pallas_kernels import resolve
+from punica_jax.request import Completion, SamplingParams, is_integer
 from punica_jax.runner import Runner
+from punica_jax.scheduler import schedule
 from punica_jax.sequence import SequenceState, TokenCallback
+from punica_jax.sizes import Sizes
 from punica_jax.tokenizer import Tokenizer
 
 _DEFAULT_MAX_MODEL_LEN = 2048
@@ -67,8 +73,9 @@ class LLM:
             for, at most 2048. The KV cache is `max_seats` times that.
           max_seats: sequences in flight at one time.
           num_slots: adapters loaded at one time.
-          max_rank: greatest rank of an adapter. The device holds `num_slots` adapters
-            of this rank.
+          max_rank: greatest rank of an adapter, at most 512. The device has room for
+            `num_slots` adapters of this rank, and one more, so that any of them can be
+            replaced.
           page_size: tokens of a KV page, a power of two of at least 16.
           implementation: see `pallas_kernels.resolve`.
           progress: show a progress bar while loading.
@@ -77,60 +84,54 @@ class LLM:
           ValueError: a size is not positive, a file breaks a rule, or an adapter does
             not fit the model.
         """
-        sizes = {
-            "max_seats": max_seats,
-            "num_slots": num_slots,
-            "max_rank": max_rank,
-            "page_size": page_size,
-        }
-        if max_model_len is not None:
-            sizes["max_model_len"] = max_model_len
-        for name, size in sizes.items():
-            if size < 1:
-                raise ValueError(f"{name} must be at least 1, got {size}")
-        if page_size < 16 or page_size & (page_size - 1):
-            raise ValueError(
-                f"page_size must be a power of two of at least 16, got {page_size}"
-            )
+        implementation = resolve(implementation)
+        path = Path(path)
+        config = LlamaConfig.from_dir(path, max_model_len=max_model_len)
+        if max_model_len is None:
+            max_model_len = min(config.max_position_embeddings, _DEFAULT_MAX_MODEL_LEN)
+        sizes = Sizes(
+            max_model_len=max_model_len,
+            max_seats=max_seats,
+            num_slots=num_slots,
+            max_rank=max_rank,
+            page_size=page_size,
+        )
+        sizes.check_model(config)
         if dtype is None:
             on_cpu = jax.default_backend() == "cpu"
             dtype = jnp.float32 if on_cpu else jnp.bfloat16
-        path = Path(path)
-        self._base_name = path.resolve().name
+        self.config = config
+        self.max_model_len = max_model_len
         self.tokenizer = Tokenizer.from_dir(path)
-        model = load_model(
-            path, dtype=dtype, max_model_len=max_model_len, progress=progress
+        self._base_name = _base_name(path)
+        self._sizes = sizes
+        self._lock = threading.Lock()
+        self._table = AdapterTable(
+            num_slots, dict.fromkeys(MODULE_GROUPS, sizes.num_rank_pages), max_rank
         )
-        self.config: LlamaConfig = model.config
-        limit = self.config.max_position_embeddings
-        self.max_model_len = max_model_len or min(limit, _DEFAULT_MAX_MODEL_LEN)
-        if self.max_model_len > limit:
-            raise ValueError(
-                f"max_model_len must be at most the model's max_position_embeddings "
-                f"{limit}, got {self.max_model_len}"
-            )
-        self._pages_per_seq = -(-self.max_model_len // page_size)
-        num_rank_pages = num_slots * -(-max_rank // 16)
+        self._buckets = Buckets(max_seats, max(max_seats, _MAX_ROWS_PER_STEP))
         self._runner = Runner(
-            model,
-            num_kv_pages=max_seats * self._pages_per_seq,
+            load_model(
+                path, dtype=dtype, max_model_len=max_model_len, progress=progress
+            ),
+            num_kv_pages=sizes.num_kv_pages,
             page_size=page_size,
             num_slots=num_slots,
-            num_rank_pages=num_rank_pages,
+            num_rank_pages=sizes.num_rank_pages,
             max_rank=max_rank,
             implementation=implementation,
         )
-        self._table = AdapterTable(
-            num_slots, dict.fromkeys(MODULE_GROUPS, num_rank_pages), max_rank
-        )
-        self._max_seats = max_seats
-        self._buckets = Buckets(max_seats, max(max_seats, _MAX_ROWS_PER_STEP))
         for name, adapter_path in (adapters or {}).items():
             self.load_adapter(name, adapter_path)
 
     @property
     def adapters(self) -> Mapping[str, LoadedAdapter]:
         return MappingProxyType(self._table)
+
+    def warm_up(self) -> None:
+        """Compile every program that `generate` can need, before the first prompt."""
+        with self._exclusive("warm_up"):
+            self._runner.warm_up(self._buckets, self._sizes.pages_per_seq)
 
     @property
     def programs(self) -> list[str]:
@@ -159,19 +160,21 @@ class LLM:
             path, self.config, dtype=self._runner.dtype, base_name=self._base_name
         )
         num_pages = {group: adapter.num_pages(group) for group in MODULE_GROUPS}
-        placement = self._table.allocate(name, num_pages, adapter.rank)
-        try:
-            finite = self._runner.write_adapter(adapter, placement.pages)
-            if not finite and not allow_nan:
-                raise AdapterError(
-                    f"adapter {name!r} at {path} has weights that are NaN or infinite; "
-                    "all must be finite (allow_nan=True loads it all the same)"
-                )
-            self._runner.show_adapter(placement.slot, adapter, placement.pages)
-        except BaseException:
-            self._table.cancel(placement)
-            raise
-        self._table.publish(placement, adapter.report)
+        with self._exclusive("load_adapter"):
+            placement = self._table.allocate(name, num_pages, adapter.rank)
+            try:
+                finite = self._runner.write_adapter(adapter, placement.pages)
+                if not finite and not allow_nan:
+                    raise AdapterError(
+                        f"adapter {name!r} at {path} has weights that are NaN or "
+                        "infinite; all must be finite (allow_nan=True loads it all "
+                        "the same)"
+                    )
+                self._runner.show_adapter(placement.slot, adapter, placement.pages)
+            except BaseException:
+                self._table.cancel(placement)
+                raise
+            self._table.publish(placement, adapter.report)
         return self._table[name]
 
     def unload_adapter(self, name: str) -> None:
@@ -180,7 +183,8 @@ class LLM:
         Raises:
           UnknownAdapterError: no adapter of that name is loaded.
         """
-        self._runner.clear_slot(self._table.free(name).slot)
+        with self._exclusive("unload_adapter"):
+            self._runner.clear_slot(self._table.free(name).slot)
 
     def generate(
         self,
@@ -204,45 +208,47 @@ class LLM:
         Raises:
           ValueError: a prompt is empty, too long or has a token outside the
             vocabulary; an adapter is unknown; lengths differ. Nothing has run then.
+          RuntimeError: another call is running, in a thread or around `on_token`.
         """
-        sequences = self._sequences(prompts, adapters, sampling, on_token)
+        with self._exclusive("generate"):
+            sequences = self._sequences(prompts, adapters, sampling, on_token)
+            self._run(sequences)
+        return [sequence.completion() for sequence in sequences]
+
+    def _run(self, sequences: Sequence[SequenceState]) -> None:
+        """Step until all sequences have ended."""
         waiting = deque(sequences)
         running: list[SequenceState] = []
-        free_seats = list(range(self._max_seats))
+        free_seats = list(range(self._sizes.max_seats))
         while waiting or running:
             while waiting and free_seats:
                 sequence = waiting.popleft()
-                sequence.sit(free_seats.pop(), self._pages_per_seq)
+                sequence.sit(free_seats.pop(), self._sizes.pages_per_seq)
                 running.append(sequence)
-            scheduled = self._schedule(running)
+            scheduled = schedule(running, self._buckets.max_rows)
             chunks = [sequence.chunk(rows) for sequence, rows in scheduled]
-            batch = Batch.of(chunks, self._buckets, self._pages_per_seq)
+            bucket = self._buckets.of(chunks)
+            batch = Batch.of(chunks, bucket, self._sizes.pages_per_seq)
             tokens = self._runner.step(batch)
             for (sequence, rows), token in zip(scheduled, tokens, strict=False):
                 sequence.advance(rows, int(token))
                 if sequence.finish_reason is not None:
                     running.remove(sequence)
                     free_seats.append(sequence.seat)
-        return [sequence.completion() for sequence in sequences]
 
-    def _schedule(
-        self, running: Sequence[SequenceState]
-    ) -> list[tuple[SequenceState, int]]:
-        """Choose the sequences of the next step and how many rows each gets.
-
-        Prompts come first, in order, as far as a step has rows; else all decode.
-        """
-        prefills = [sequence for sequence in running if sequence.num_left > 1]
-        if not prefills:
-            return [(sequence, 1) for sequence in running]
-        scheduled = []
-        budget = self._buckets.max_rows
-        for sequence in prefills:
-            rows = min(sequence.num_left, budget)
-            if rows:
-                scheduled.append((sequence, rows))
-            budget -= rows
-        return scheduled
+    @contextlib.contextmanager
+    def _exclusive(self, what: str) -> Iterator[None]:
+        # Seats, slots and pages have one user at a time: a call inside another would
+        # write over the sequences in flight.
+        if not self._lock.acquire(blocking=False):
+            raise RuntimeError(
+                f"{what} was called while another call of this LLM is running; an LLM "
+                "takes one call at a time, on_token callbacks included"
+            )
+        try:
+            yield
+        finally:
+            self._lock.release()
 
     def _sequences(
         self, prompts: Any, adapters: Any, sampling: Any, on_token: Any
@@ -250,16 +256,27 @@ class LLM:
         """Check the arguments of `generate` and make its sequences."""
         if isinstance(prompts, str):
             prompts = [prompts]
+        if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
+            raise ValueError(
+                "prompts must be a text, or a list of texts or of lists of token ids, "
+                f"got {prompts!r}"
+            )
         count = len(prompts)
         if adapters is None or isinstance(adapters, str):
             adapters = [adapters] * count
         if sampling is None or isinstance(sampling, SamplingParams):
             sampling = [sampling or SamplingParams()] * count
         for name, values in (("adapters", adapters), ("sampling", sampling)):
-            if len(values) != count:
+            if not isinstance(values, Sequence) or len(values) != count:
+                got = len(values) if isinstance(values, Sequence) else repr(values)
                 raise ValueError(
-                    f"{name} must be one for all prompts or one each: got "
-                    f"{len(values)} for {count} prompts"
+                    f"{name} must be one for all prompts or one each: got {got} for "
+                    f"{count} prompts"
+                )
+        for index, params in enumerate(sampling):
+            if not isinstance(params, SamplingParams):
+                raise ValueError(
+                    f"sampling {index} must be a SamplingParams, got {params!r}"
                 )
         return [
             SequenceState(
@@ -279,17 +296,21 @@ class LLM:
 
     def _encode(self, index: int, prompt: str | Sequence[int]) -> list[int]:
         """Return a prompt's token ids, checked."""
-        tokens = prompt
         if isinstance(prompt, str):
             tokens = self.tokenizer.encode(prompt) if prompt else []
-        tokens = [int(token) for token in tokens]
+        elif isinstance(prompt, bytes) or not hasattr(prompt, "__iter__"):
+            raise ValueError(
+                f"prompt {index} must be a text or a list of token ids, got {prompt!r}"
+            )
+        else:
+            tokens = list(prompt)
         if not tokens:
             raise ValueError(f"prompt {index} is empty; it needs at least one token")
         for token in tokens:
-            if not 0 <= token < self.config.vocab_size:
+            if not is_integer(token) or not 0 <= token < self.config.vocab_size:
                 raise ValueError(
-                    f"prompt {index} has token {token}; tokens must be from 0 to "
-                    f"{self.config.vocab_size - 1}"
+                    f"prompt {index} has token {token!r}; tokens must be integers from "
+                    f"0 to {self.config.vocab_size - 1}"
                 )
         if len(tokens) >= self.max_model_len:
             raise ValueError(
@@ -297,4 +318,15 @@ class LLM:
                 f"new one: max_model_len is {self.max_model_len}; shorten it or raise "
                 "max_model_len"
             )
-        return tokens
+        return [int(token) for token in tokens]
+
+
+def _base_name(path: Path) -> str:
+    """Return what a model is called: by its config, the hub's cache, or its folder."""
+    name = json.loads((path / "config.json").read_text()).get("_name_or_path")
+    if name:
+        return str(name)
+    for folder in (path, *path.resolve().parents):
+        if folder.name.startswith("models--"):
+            return folder.name.removeprefix("models--").replace("--", "/")
+    return path.resolve().name

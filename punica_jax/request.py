@@ -17,7 +17,8 @@ MAX_TEMPERATURE = 100.0
 MAX_SEED = 2**32 - 1
 
 
-def _is_integer(value: object) -> bool:
+def is_integer(value: object) -> bool:
+    """Tell whether a value is an integer, NumPy's included, True and False not."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
@@ -44,7 +45,7 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        if not _is_integer(self.max_new_tokens) or self.max_new_tokens < 1:
+        if not is_integer(self.max_new_tokens) or self.max_new_tokens < 1:
             raise ValueError(
                 "max_new_tokens must be an integer of at least 1, "
                 f"got {self.max_new_tokens!r}"
@@ -60,7 +61,7 @@ class SamplingParams:
                 f"got {self.temperature!r}"
             )
         if self.seed is not None and not (
-            _is_integer(self.seed) and 0 <= self.seed <= MAX_SEED
+            is_integer(self.seed) and 0 <= self.seed <= MAX_SEED
         ):
             raise ValueError(
                 f"seed must be None or an integer from 0 to {MAX_SEED}, "

@@ -108,17 +108,17 @@ class Runner:
 
     def launch(self, batch: Batch) -> jax.Array:
         """Run a step without waiting; returns `i32[seqs]` on the device."""
-        self._buckets[batch.bucket] = None
         packed, layout = batch.pack()
         tokens, self._cache = self._step(
             self._weights, self._cache, self._pools, packed, layout
         )
+        self._buckets[batch.bucket] = None
         return tokens
 
-    def warm_up(self, batches: Iterable[Batch]) -> None:
-        """Compile the program of each batch's bucket, by running it."""
-        for batch in batches:
-            self.step(batch)
+    def warm_up(self, buckets: Iterable[Bucket], pages_per_seq: int) -> None:
+        """Compile the programs of some buckets, by running each without a live row."""
+        for bucket in buckets:
+            self.step(Batch.of([], bucket, pages_per_seq))
 
     def write_adapter(
         self, adapter: Adapter, pages: Mapping[str, Sequence[int]]

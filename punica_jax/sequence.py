@@ -3,15 +3,36 @@
 Plain Python; knows one sequence's numbers and text, nothing of batches or devices.
 """
 
+import dataclasses
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from punica_jax.batch import Chunk
 from punica_jax.request import Completion, FinishReason, SamplingParams
 from punica_jax.tokenizer import Detokenizer, Tokenizer
 
 # Called with the prompt's index and its newest piece of text.
 TokenCallback = Callable[[int, str], None]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """The rows that one sequence has in a step.
+
+    Attributes:
+      tokens: the rows' tokens, the sequence's last ones so far.
+      kv_len: tokens of the sequence, these included.
+      pages: its KV pages, in order, enough for `kv_len`.
+      slot: its adapter's slot, -1 for none.
+      temperature: 0 is greedy.
+      seed: of its random numbers.
+    """
+
+    tokens: Sequence[int]
+    kv_len: int
+    pages: Sequence[int]
+    slot: int
+    temperature: float
+    seed: int
 
 
 class SequenceState:

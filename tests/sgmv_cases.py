@@ -74,7 +74,7 @@ def make_case(
     num_pages = sum(need) + 2
     order = list(rng.permutation(num_pages))
     a_pages = np.full((num_pages, modules, 16, d_in), np.nan, np.float32)
-    b_pages = np.full((num_pages, sum(d_outs), 16), np.nan, np.float32)
+    b_pages = np.full((num_pages, 16, sum(d_outs)), np.nan, np.float32)
     # Entries past a slot's pages point nowhere: reading one would show.
     table = np.full((len(ranks), max_rank // 16), 2**30, np.int32)
     counts = np.zeros((len(ranks), modules), np.int32)
@@ -96,9 +96,9 @@ def make_case(
                 here = slice(16 * p, min(16 * p + 16, rank))
                 size = here.stop - here.start
                 a_pages[pages[p], c] = 0
-                b_pages[pages[p], start : start + d_out] = 0
+                b_pages[pages[p], :, start : start + d_out] = 0
                 a_pages[pages[p], c, :size] = a[here]
-                b_pages[pages[p], start : start + d_out, :size] = b[:, here]
+                b_pages[pages[p], :size, start : start + d_out] = b[:, here].T
             start += d_out
     pool = LoraPool(
         a=jnp.asarray(a_pages.astype(np_dtype)),

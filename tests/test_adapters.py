@@ -226,7 +226,7 @@ def test_it_is_a_mapping():
 
 def test_names_and_order_of_calls():
     adapters = table()
-    with pytest.raises(ValueError, match="name must not be empty, got ''"):
+    with pytest.raises(ValueError, match="name must be a text, not empty, got ''"):
         adapters.allocate("", needs(), 16)
     load(adapters, "x")
     adapters.allocate("x", needs(), 16)

@@ -4,7 +4,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from punica_jax.batch import Batch, Buckets, Chunk
+from punica_jax.batch import Batch, Bucket, Buckets
+from punica_jax.sequence import Chunk
 
 
 def test_default_programs_are_few():
@@ -22,7 +23,12 @@ def test_every_choice_is_listed_and_large_enough(max_seqs, max_rows, data):
     buckets = Buckets(max_seqs, max_rows)
     seqs = data.draw(st.integers(1, max_seqs))
     rows = data.draw(st.integers(seqs, max_rows))
-    bucket = buckets.choose(rows, seqs)
+    lengths = [rows - seqs + 1] + [1] * (seqs - 1)
+    chunks = [
+        Chunk(tokens=[0] * n, kv_len=n, pages=[], slot=-1, temperature=0.0, seed=0)
+        for n in lengths
+    ]
+    bucket = buckets.of(chunks)
     assert bucket in set(buckets)
     assert bucket.rows >= rows and bucket.seqs >= seqs
     assert (bucket.max_query_len == 1) == (rows == seqs)
@@ -41,7 +47,7 @@ def test_layout():
 
     batch = Batch.of(
         [chunk([7, 8, 9], 5, [3], 1), chunk([4], 20, [0, 2], -1)],
-        Buckets(max_seqs=4, max_rows=8),
+        Bucket(8, 4, 8),
         pages_per_seq=2,
     )
     assert batch.bucket == (8, 4, 8)
@@ -60,7 +66,7 @@ def test_packing_is_exact():
     chunk = Chunk(
         tokens=[7, 8], kv_len=2, pages=[1], slot=-1, temperature=0.7, seed=2**32 - 1
     )
-    batch = Batch.of([chunk] * 3, Buckets(max_seqs=4, max_rows=8), pages_per_seq=2)
+    batch = Batch.of([chunk] * 3, Bucket(8, 4, 8), pages_per_seq=2)
     packed, layout = batch.pack()
     assert packed.dtype == np.int32 and packed.ndim == 1
     again = Batch.unpack(jnp.asarray(packed), layout)
@@ -69,3 +75,10 @@ def test_packing_is_exact():
         assert left.dtype == right.dtype
         np.testing.assert_array_equal(left, right)
     assert hash(layout) == hash(batch.pack()[1]) and layout == batch.pack()[1]
+
+
+def test_a_batch_without_chunks_is_idle():
+    batch = Batch.of([], Bucket(8, 4, 8), pages_per_seq=2)
+    assert (batch.slots == -1).all()
+    assert not np.asarray(batch.seqs.bounds).any()
+    assert batch.bucket == (8, 4, 8)

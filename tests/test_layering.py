@@ -11,7 +11,15 @@ FOLDERS = {
     "punica_jax.models": ROOT / "models",
     "punica_jax.pallas_kernels": ROOT / "pallas_kernels",
 }
-WITHOUT_JAX = ["adapters", "request", "tokenizer", "_text_stages", "tiny"]
+WITHOUT_JAX = [
+    "_text_stages",
+    "adapters",
+    "request",
+    "scheduler",
+    "sequence",
+    "tiny",
+    "tokenizer",
+]
 
 
 def modules():

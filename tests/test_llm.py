@@ -34,6 +34,9 @@ def test_rows_equal_the_same_requests_alone(llm, together):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_generate_inside_jit_equals_llm(llm, checkpoint, temperature):
     model = pj.load_model(checkpoint / "model", progress=False)
+    # Slots of another order than the LLM's.
+    order = ["c", "a", "b"]
+    pools = pj.load_adapters(model, [checkpoint / name for name in order])
     params = [
         pj.SamplingParams(max_new_tokens=12, temperature=temperature, seed=seed)
         for seed in range(len(PROMPTS))
@@ -45,7 +48,7 @@ def test_generate_inside_jit_equals_llm(llm, checkpoint, temperature):
     prompts = np.full((len(lens), max(lens) + 3), 5, np.int32)
     for row, completion in zip(prompts, expected, strict=True):
         row[: len(completion.prompt_token_ids)] = completion.prompt_token_ids
-    slots = [llm.adapters[a].slot if a else -1 for a in ADAPTERS]
+    slots = [order.index(a) if a else -1 for a in ADAPTERS]
 
     @jax.jit
     def outer(model, pools, prompts, lens, slots, temperature, seeds):
@@ -64,7 +67,7 @@ def test_generate_inside_jit_equals_llm(llm, checkpoint, temperature):
 
     tokens, counts = outer(
         model,
-        llm._runner.pools,
+        pools,
         jnp.asarray(prompts),
         jnp.asarray(lens, jnp.int32),
         jnp.asarray(slots, jnp.int32),
@@ -82,12 +85,16 @@ def test_generate_inside_jit_equals_llm(llm, checkpoint, temperature):
 def test_generate_checks_its_arguments(checkpoint):
     model = pj.load_model(checkpoint / "model", progress=False)
     one = jnp.ones((1,), jnp.int32)
-    with pytest.raises(ValueError, match=r"prompt_tokens must be i32\[seqs, max_pr"):
+    with pytest.raises(ValueError, match=r"prompt_tokens must be i32\[seqs >= 1"):
         pj.generate(model, None, one, one, one, max_new_tokens=2)
     with pytest.raises(ValueError, match=r"slots must be \[1\], got \(2,\)"):
         pj.generate(model, None, one[None], one, jnp.ones((2,)), max_new_tokens=2)
     with pytest.raises(ValueError, match="max_new_tokens must be at least 1, got 0"):
         pj.generate(model, None, one[None], one, one, max_new_tokens=0)
+    with pytest.raises(ValueError, match="exceed the model's max_position_embeddin"):
+        pj.generate(model, None, one[None], one, one, max_new_tokens=128)
+    with pytest.raises(ValueError, match=r"page_size must be a power of two .* got 0"):
+        pj.generate(model, None, one[None], one, one, max_new_tokens=1, page_size=0)
 
 
 def test_stop_token_ends_a_row(llm, together, monkeypatch):
@@ -119,6 +126,51 @@ def test_a_callback_that_raises_harms_nobody_later(llm, together):
     with pytest.raises(RuntimeError, match="stop it"):
         llm.generate(PROMPTS, ADAPTERS, GREEDY, on_token=fail)
     assert llm.generate(PROMPTS, ADAPTERS, GREEDY) == together
+
+
+def test_one_call_at_a_time(llm, checkpoint, together):
+    # Seats and slots are shared: a call inside another would spoil its rows.
+    calls = {
+        "generate": lambda: llm.generate("x", None, GREEDY),
+        "load_adapter": lambda: llm.load_adapter("late", checkpoint / "d"),
+        "unload_adapter": lambda: llm.unload_adapter("a"),
+        "warm_up": llm.warm_up,
+    }
+    refused = set()
+
+    def meddle(index, piece):
+        for name, call in calls.items():
+            with pytest.raises(RuntimeError, match=f"{name} was called while another"):
+                call()
+            refused.add(name)
+
+    assert llm.generate(PROMPTS, ADAPTERS, GREEDY, on_token=meddle) == together
+    assert refused == calls.keys() and sorted(llm.adapters) == ["a", "b", "c"]
+
+
+def test_warm_up_compiles_everything(llm, together, monkeypatch, compiles):
+    monkeypatch.setattr(llm, "_buckets", Buckets(max_seqs=4, max_rows=8))
+    llm.warm_up()
+    with compiles:
+        for count in (1, 2, 6):
+            rows = llm.generate(PROMPTS[:count], ADAPTERS[:count], GREEDY)
+            assert rows == together[:count]
+    assert compiles.count == 0
+
+
+def test_a_full_pool_can_replace(checkpoint):
+    llm = pj.LLM(
+        checkpoint / "model",
+        {"only": checkpoint / "b"},
+        max_seats=1,
+        num_slots=1,
+        max_rank=20,
+        page_size=16,
+        progress=False,
+    )
+    llm.load_adapter("only", checkpoint / "b")
+    llm.load_adapter("only", checkpoint / "a")
+    assert llm.adapters["only"].report.rank == 4
 
 
 def test_prompts_are_prefilled_in_chunks(llm, together, monkeypatch):
@@ -234,9 +286,18 @@ def test_capacity(llm, checkpoint, tmp_path):
             [[5, 264]],
             None,
             None,
-            "prompt 0 has token 264; tokens must be from 0 to 263",
+            "prompt 0 has token 264; tokens must be integers from 0 to 263",
         ),
         ([[-1]], None, None, "prompt 0 has token -1"),
+        ([[1.5]], None, None, r"prompt 0 has token 1.5; tokens must be integers"),
+        ([["1"]], None, None, "prompt 0 has token '1'"),
+        ([[True]], None, None, "prompt 0 has token True"),
+        ([b"hi"], None, None, "prompt 0 must be a text or a list of token ids"),
+        (["a", None], None, None, "prompt 1 must be a text .* got None"),
+        ([1, 2], None, None, "prompt 0 must be a text .* got 1"),
+        (None, None, None, "prompts must be a text, or a list .* got None"),
+        (["a"], None, [None], "sampling 0 must be a SamplingParams, got None"),
+        (["a"], [["a"]], None, r"no adapter named \['a'\] is loaded"),
         (["x" * 127], None, None, "128 tokens, which leaves no room.*is 128"),
         (["a"], ["a", "b"], None, "adapters must be one .* got 2 for 1 prompts"),
         (["a"], None, [GREEDY] * 3, "sampling must be one .* got 3 for 1 prompts"),
@@ -251,9 +312,14 @@ def test_bad_requests(llm, prompts, adapters, sampling, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_seats": 0}, "max_seats must be at least 1, got 0"),
-        ({"max_model_len": 0}, "max_model_len must be at least 1, got 0"),
+        ({"max_seats": 0}, "max_seats must be an integer of at least 1, got 0"),
+        ({"max_model_len": 0}, "max_model_len must be .* got 0"),
         ({"max_model_len": 129}, "max_position_embeddings 128, got 129"),
+        ({"num_slots": 0}, "num_slots must be an integer of at least 1, got 0"),
+        ({"max_rank": 513}, "max_rank must be at most 512, got 513"),
+        ({"max_rank": "x"}, "max_rank must be an integer of at least 1, got 'x'"),
+        ({"max_seats": 1.5}, "max_seats must be an integer of at least 1, got 1.5"),
+        ({"implementation": "cuda"}, "implementation must be one of .* got 'cuda'"),
         ({"page_size": 24}, "page_size must be a power of two .* got 24"),
     ],
 )

@@ -148,8 +148,8 @@ def test_gradients_of_modules_with_own_ranks(implementation):
                     da[page, c, :size], da_expected[here], rtol=1e-3, atol=1e-4
                 )
                 np.testing.assert_allclose(
-                    db[page, start : start + b.shape[0], :size],
-                    db_expected[:, here],
+                    db[page, :size, start : start + b.shape[0]],
+                    db_expected[:, here].T,
                     rtol=1e-3,
                     atol=1e-4,
                 )
@@ -226,6 +226,18 @@ def test_bad_shapes(change, message):
     arrays = {name: jnp.zeros(shape) for name, shape in shapes.items()}
     with pytest.raises(ValueError, match=message):
         pj.lora(**arrays, slots=jnp.zeros((4,), jnp.int32))
+
+
+def test_slots_of_another_length():
+    x, y = jnp.zeros((3, 8)), jnp.zeros((3, 16))
+    with pytest.raises(ValueError, match=r"slots i32\[rows\], got y \(3, 16\).*\(2,\)"):
+        pj.lora(y, x, jnp.ones((2, 4, 8)), jnp.ones((2, 16, 4)), [0, 1])  # pyright: ignore
+
+
+def test_ranks_beyond_the_stack_count_as_all_of_it():
+    a, b = jnp.ones((3, 20, 8)), jnp.ones((3, 16, 20))
+    pool = pack_adapters(a, b, jnp.asarray([48, 20, 0], jnp.int32))
+    np.testing.assert_array_equal(pool.num_pages, [[2], [2], [0]])
 
 
 def test_bad_dtypes_and_slots():

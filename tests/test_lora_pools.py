@@ -120,10 +120,10 @@ def test_shapes_of_empty_pools():
     assert (pools.max_pages, pools.max_rank) == (3, 48)
     assert pools.dtype == jnp.bfloat16
     shapes = {
-        "qkv": ((6, 3, 16, 24), (6, 64, 16)),
-        "o": ((6, 1, 16, 32), (6, 24, 16)),
-        "gate_up": ((6, 2, 16, 24), (6, 80, 16)),
-        "down": ((6, 1, 16, 40), (6, 24, 16)),
+        "qkv": ((6, 3, 16, 24), (6, 16, 64)),
+        "o": ((6, 1, 16, 32), (6, 16, 24)),
+        "gate_up": ((6, 2, 16, 24), (6, 16, 80)),
+        "down": ((6, 1, 16, 40), (6, 16, 24)),
     }
     for group, (a_shape, b_shape) in shapes.items():
         pool = getattr(pools.layer(2), group)

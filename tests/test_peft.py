@@ -81,19 +81,19 @@ def test_pages_hold_a_and_scaled_b_and_zeros(tmp_path, dtype):
     np.testing.assert_array_equal(counts, [[3, 0, 1], [0, 0, 0], [1, 0, 0]])
 
     expected_a = np.zeros((3, 3, 48, 24), dtype)
-    expected_b = np.zeros((3, 64, 48), dtype)
+    expected_b = np.zeros((3, 48, 64), dtype)
     columns = {Q: slice(0, 32), V: slice(48, 64)}
     for (layer, module), (a, b) in factors.items():
         rank = a.shape[0]
         scaled = b * np.float32(5 / rank)  # in float32, cast after
         expected_a[layer, {Q: 0, V: 2}[module], :rank] = a.astype(dtype)
-        expected_b[layer, columns[module], :rank] = scaled.astype(dtype)
+        expected_b[layer, :rank, columns[module]] = scaled.astype(dtype).T
     for index in range(3):
         a_page, b_page = adapter.page("qkv", index)
         lanes = slice(16 * index, 16 * index + 16)
         assert a_page.dtype == b_page.dtype == dtype
         np.testing.assert_array_equal(a_page, expected_a[:, :, lanes])
-        np.testing.assert_array_equal(b_page, expected_b[:, :, lanes])
+        np.testing.assert_array_equal(b_page, expected_b[:, lanes])
 
 
 def test_scale_is_folded_before_the_cast(tmp_path):
@@ -104,7 +104,7 @@ def test_scale_is_folded_before_the_cast(tmp_path):
     b = factors[0, Q][1]
     right = (b * np.float32(1 / 3)).astype(ml_dtypes.bfloat16)
     late = b.astype(ml_dtypes.bfloat16) * ml_dtypes.bfloat16(1 / 3)
-    np.testing.assert_array_equal(b_page[0, :32, :1], right)
+    np.testing.assert_array_equal(b_page[0, :1, :32], right.T)
     assert (right != late).any()
 
 
@@ -124,10 +124,10 @@ def test_float16_files_and_all_seven_modules(tmp_path):
         "down": (40, 24),
     }.items():
         a_page, b_page = adapter.page(group, 0)
-        assert (a_page.shape[-1], b_page.shape[1]) == widths
+        assert (a_page.shape[-1], b_page.shape[-1]) == widths
         assert adapter.counts(group).all()
     np.testing.assert_array_equal(
-        adapter.page("gate_up", 0)[1][1, 40:, :8], factors[1, UP][1] * np.float32(2)
+        adapter.page("gate_up", 0)[1][1, :8, 40:], factors[1, UP][1].T * np.float32(2)
     )
     assert adapter.nbytes == sum(4 * (a.size + b.size) for a, b in factors.values())
 
@@ -271,7 +271,7 @@ def test_transposed_views_are_saved_as_they_read(tmp_path):
     save_adapter(tmp_path, CONFIG, {(0, Q): (a.T.copy().T, jnp.asarray(b.T).T)})
     a_page, b_page = read(tmp_path).page("qkv", 0)
     np.testing.assert_array_equal(a_page[0, 0, :4], a)
-    np.testing.assert_array_equal(b_page[0, :32, :4], b)
+    np.testing.assert_array_equal(b_page[0, :4, :32], b.T)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,9 @@
 import re
 from pathlib import Path
 
+import jax.numpy as jnp
 import pytest
+from flax import nnx
 
 import punica_jax as pj
 from benchmarks import readme
@@ -32,6 +34,34 @@ def test_first_example_runs(checkpoint, capsys):
         example = example.replace(f'"{path}"', f'"{real}"')
     exec(example, {})
     assert "4 modules in 2 layers" in capsys.readouterr().out
+
+
+def test_second_example_runs(checkpoint):
+    example = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)[1]
+    example = example.replace("path/to/hf_llama_dir", str(checkpoint / "model"))
+    example = example.replace("path/to/peft_dir", str(checkpoint / "a"))
+    call = "prompt_lens, slots, max_new_tokens=64"
+    assert call in example
+    # The pools of the example have one slot only.
+    example = example.replace(call, "prompt_lens, slots - 1, max_new_tokens=3")
+    names = {
+        "jnp": jnp,
+        "pj": pj,
+        "rngs": nnx.Rngs(0),
+        "d_in": 16,
+        "d_out": 24,
+        "a": jnp.ones((2, 4, 16)),
+        "b": jnp.ones((2, 24, 4)),
+        "x": jnp.ones((3, 16)),
+        "y": jnp.zeros((3, 24)),
+        "slots": jnp.asarray([1, -1, 0], jnp.int32),
+        "prompt_tokens": jnp.ones((3, 5), jnp.int32),
+        "prompt_lens": jnp.asarray([5, 1, 3], jnp.int32),
+    }
+    exec(example, names)
+    assert names["tokens"].shape == (3, 3) and list(names["counts"]) == [3, 3, 3]
+    added = names["y"] - names["layer"](names["x"])
+    assert jnp.allclose(added, jnp.asarray([[64.0], [0.0], [64.0]]), rtol=1e-5)
 
 
 def test_names_in_examples_exist():

@@ -45,16 +45,18 @@ def check(segments, slots, weights=None):
 
 @pytest.mark.parametrize("implementation", ["xla", "pallas_interpret"])
 @pytest.mark.parametrize("rows", [1, 7, 33, 133])
-def test_metadata(implementation, rows):
+@pytest.mark.parametrize("num_slots", [6, 300])
+def test_metadata(implementation, rows, num_slots):
     build = jax.jit(
         lambda slots, weights: segment_metadata(
-            slots, weights, num_slots=6, block_rows=16, implementation=implementation
+            slots, weights, num_slots=num_slots, implementation=implementation
         )
     )
     rng = np.random.default_rng(rows)
-    draws = [rng.integers(-1, 6, rows) for _ in range(4)]
+    draws = [rng.integers(-1, num_slots, rows) for _ in range(4)]
     draws += [np.full(rows, -1), np.full(rows, 5), np.full(rows, 0)]
-    draws += [rng.integers(-3, 9, rows)]  # out of range is idle
+    draws += [rng.integers(-3, num_slots + 3, rows)]  # out of range is idle
+    draws += [rng.choice([2, num_slots - 1], rows)]  # slots far apart
     for slots in draws:
         slots = slots.astype(np.int32)
         weights = rng.random(rows).astype(np.float32)
@@ -75,7 +77,7 @@ def test_metadata_property(data):
 
 @pytest.mark.grid
 @pytest.mark.parametrize("implementation", ["xla", "pallas_interpret"])
-@pytest.mark.parametrize("rows", [512, 1023, 1024, 1025, 8192])
+@pytest.mark.parametrize("rows", [512, 1023, 1024, 1025, 8193])
 @pytest.mark.parametrize("block_rows", [16, 64])
 def test_metadata_long(implementation, rows, block_rows):
     rng = np.random.default_rng(rows)
@@ -90,7 +92,7 @@ def test_metadata_long(implementation, rows, block_rows):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 3, 32, 133, 512, 1023, 1024, 1025, 8192])
+@pytest.mark.parametrize("rows", [1, 3, 32, 133, 512, 1023, 1025, 8192, 8193])
 def test_metadata_gpu(rows):
     rng = np.random.default_rng(rows)
     for num_slots in (1, 32, 1000):

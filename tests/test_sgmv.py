@@ -114,6 +114,16 @@ def test_mixed_ranks(dtype, implementation):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("ranks", [[[70, 80], [16, 33], [1, 65]], [[20, 48], [3, 0]]])
+def test_pages_that_do_not_fill_a_load(ranks, implementation):
+    # 16-bit kernels load four pages at once: here the table holds five, or three.
+    case = make_case(rows=20, ranks=ranks, dtype="bfloat16")
+    slots = np.random.default_rng(6).integers(-1, len(ranks), 20).astype(np.int32)
+    actual = run_case(case, slots, implementation)
+    assert_near(actual, case.expected(slots), "bfloat16")
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_row_is_bitwise_the_same_alone_and_among_others(implementation):
     for dtype in ("float32", "bfloat16"):
         case = make_case(rows=48, ranks=MIXED_RANKS, dtype=dtype, d_in=264)
@@ -132,6 +142,31 @@ def test_row_is_bitwise_the_same_alone_and_among_others(implementation):
                 implementation=implementation,
             )
             np.testing.assert_array_equal(np.asarray(alone)[0], together[row])
+
+
+@pytest.mark.parametrize("implementation", ["xla", GPU])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize(
+    ("d_in", "d_out", "rank"), [(64, 512, 16), (4096, 64, 20), (4096, 1024, 16)]
+)
+def test_row_alone_at_several_widths(d_in, d_out, rank, dtype, implementation):
+    # A batch of one tile must sum as one of several does.
+    case = make_case(
+        rows=5, ranks=[[rank]] * 3, dtype=dtype, d_in=d_in, d_outs=(d_out,)
+    )
+    slots = np.asarray([0, 1, 2, 1, 0], np.int32)
+    together = run_case(case, slots, implementation)
+    y, x = jnp.asarray(case.y), jnp.asarray(case.x)
+    for row in range(5):
+        here = slice(row, row + 1)
+        alone = apply(
+            y[here],
+            x[here],
+            case.pool,
+            jnp.asarray(slots[here]),
+            implementation=implementation,
+        )
+        np.testing.assert_array_equal(np.asarray(alone)[0], together[row])
 
 
 @pytest.mark.gpu

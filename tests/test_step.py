@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from punica_jax.batch import Batch, Buckets, Chunk
+from punica_jax.batch import Batch, Buckets
 from punica_jax.models import (
     MODULE_GROUPS,
     CachedAttention,
@@ -21,6 +21,7 @@ from punica_jax.models import (
     write_page,
 )
 from punica_jax.pallas_kernels import segment_metadata
+from punica_jax.sequence import Chunk
 from tests.tiny_checkpoint import CONFIG
 
 GPU = pytest.param("pallas_triton", marks=pytest.mark.gpu)
@@ -85,7 +86,7 @@ def run(model):
     jitted = jax.jit(step, static_argnums=4)
 
     def call(cache, pools, chunks, implementation):
-        batch = Batch.of(chunks, BUCKETS, pages_per_seq=3)
+        batch = Batch.of(chunks, BUCKETS.of(chunks), pages_per_seq=3)
         batch = jax.tree.map(jnp.asarray, batch)
         logits, cache = jitted(model, cache, pools, batch, implementation)
         return np.asarray(logits), cache

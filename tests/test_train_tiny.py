@@ -217,8 +217,8 @@ class TestAdapterSet:
         assert a.shape[:3] == (4, 2, 16)
         np.testing.assert_array_equal(a[0, :, :12], 1.0)
         np.testing.assert_array_equal(a[0, :, 12:], 0.0)
-        np.testing.assert_array_equal(b[0, :, :12], 2.0)
-        np.testing.assert_array_equal(b[0, :, 12:], 0.0)
+        np.testing.assert_array_equal(b[0, :12], 2.0)
+        np.testing.assert_array_equal(b[0, 12:], 0.0)
         # Morse has up alone, of rank 20 on two pages.
         np.testing.assert_array_equal(a[1:3, 0], 0.0)
         np.testing.assert_array_equal(a[1:3, 1].sum(axis=(0, 1)), 20.0)

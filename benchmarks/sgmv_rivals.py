@@ -1,0 +1,71 @@
+"""What else JAX offers for `y += x A B` with an adapter a row.
+
+Knows dense stacks of adapters; nothing of pools, segments or timing.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from benchmarks.device_time import Carries
+from benchmarks.sgmv_cells import Cell, Inputs, adapter_of_row
+
+# What each set's output starts as, each set's own operands, what all sets share.
+Problem = tuple[Carries, list[Any], Any]
+
+
+def gather_problem(cell: Cell, inputs: Inputs, num_sets: int) -> Problem:
+    """Gather each row's own A and B, then two batched products."""
+    adapter = adapter_of_row(cell)
+    index = [
+        jnp.asarray(adapter + n * cell.num_adapters, jnp.int32) for n in range(num_sets)
+    ]
+    operands = list(zip(_rows(cell, inputs.x, num_sets), index, strict=True))
+    return _rows(cell, inputs.y, num_sets), operands, (inputs.a, inputs.b)
+
+
+def ragged_dot_problem(cell: Cell, inputs: Inputs, num_sets: int) -> Problem:
+    """Sort the rows by adapter (not timed), then two `jax.lax.ragged_dot`."""
+    adapter = adapter_of_row(cell)
+    order = np.argsort(adapter, kind="stable")
+    counts = np.bincount(adapter, minlength=cell.num_adapters)
+    shared = [jnp.asarray(t, jnp.int32) for t in (order, np.argsort(order), counts)]
+    operands = []
+    for n, x in enumerate(_rows(cell, inputs.x, num_sets)):
+        own = slice(n * cell.num_adapters, (n + 1) * cell.num_adapters)
+        a = inputs.a[own].reshape(cell.num_adapters, -1, cell.d_in)
+        operands.append((x, a.swapaxes(1, 2), inputs.b[own].swapaxes(1, 2)))
+    return _rows(cell, inputs.y, num_sets), operands, shared
+
+
+def launch_gather(y, x, index, a, b, *, d_outs: tuple[int, ...]):
+    v = _einsum("nd,ncrd->ncr", x, a[index]).astype(x.dtype)
+    b, start, columns = b[index], 0, []
+    for c, width in enumerate(d_outs):
+        columns.append(_einsum("nr,nor->no", v[:, c], b[:, start : start + width]))
+        start += width
+    return (y.astype(jnp.float32) + jnp.concatenate(columns, axis=1)).astype(y.dtype)
+
+
+def launch_ragged_dot(y, x, a, b, order, inverse, sizes, *, d_outs: tuple[int, ...]):
+    ragged = functools.partial(jax.lax.ragged_dot, preferred_element_type=jnp.float32)
+    v = ragged(x[order], a, sizes).astype(x.dtype)
+    rank, start, columns = b.shape[1], 0, []
+    for c, width in enumerate(d_outs):
+        v_c = v[:, c * rank : (c + 1) * rank]
+        columns.append(ragged(v_c, b[:, :, start : start + width], sizes))
+        start += width
+    delta = jnp.concatenate(columns, axis=1)[inverse]
+    return (y.astype(jnp.float32) + delta).astype(y.dtype)
+
+
+def _einsum(spec: str, left: Array, right: Array) -> Array:
+    return jnp.einsum(spec, left, right, preferred_element_type=jnp.float32)
+
+
+def _rows(cell: Cell, array: Array, num_sets: int) -> list[Array]:
+    return [array[n * cell.rows : (n + 1) * cell.rows] for n in range(num_sets)]

@@ -1,0 +1,79 @@
+"""Adapter pools for `pj.generate` and `pj.LoraLinear`, filled from PEFT directories.
+
+For callers who hold a model themselves; `LLM` loads and unloads by name instead.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from punica_jax.models import (
+    MODULE_GROUPS,
+    AdapterError,
+    Llama,
+    LoraPools,
+    read_adapter,
+    set_slot,
+    slot_tables,
+    write_page,
+)
+
+
+def load_adapters(model: Llama, paths: Sequence[str | Path]) -> LoraPools:
+    """Read PEFT directories into new pools on the device.
+
+    Args:
+      model: the base model that they were trained on.
+      paths: at least one directory; the i-th becomes slot i.
+
+    Returns:
+      Pools with a slot for each adapter and just the pages that they need. A pytree:
+      pass it to `generate`; `pools.layer(i).qkv` is a view for `LoraLinear`.
+
+    Raises:
+      AdapterError: an adapter is broken, does not fit, or has values not finite.
+      ValueError: `paths` is empty.
+    """
+    if not paths:
+        raise ValueError("load_adapters needs at least one adapter, got none")
+    dtype = model.dtype
+    adapters = [read_adapter(path, model.config, dtype=dtype) for path in paths]
+    num_pages = {
+        group: sum(adapter.num_pages(group) for adapter in adapters)
+        for group in MODULE_GROUPS
+    }
+    pools = LoraPools.zeros(
+        model.config,
+        num_slots=len(adapters),
+        num_pages=max(num_pages.values()),
+        max_rank=max(adapter.rank for adapter in adapters),
+        dtype=dtype,
+    )
+    write = jax.jit(write_page, static_argnames="group", donate_argnums=0)
+    show = jax.jit(set_slot, donate_argnums=0)
+    used = dict.fromkeys(MODULE_GROUPS, 0)
+    for slot, (path, adapter) in enumerate(zip(paths, adapters, strict=True)):
+        pages = {}
+        for group in MODULE_GROUPS:
+            first = used[group]
+            used[group] += adapter.num_pages(group)
+            pages[group] = range(first, used[group])
+            for index, page in enumerate(pages[group]):
+                a_page, b_page = adapter.page(group, index)
+                pools, finite = write(
+                    pools,
+                    group=group,
+                    page=jnp.int32(page),
+                    a_page=a_page,
+                    b_page=b_page,
+                )
+                if not finite:
+                    raise AdapterError(
+                        f"adapter {path} has weights that are NaN or infinite; all "
+                        "must be finite"
+                    )
+        counts = {group: adapter.counts(group) for group in MODULE_GROUPS}
+        pools = show(pools, jnp.int32(slot), slot_tables(pools, pages, counts))
+    return pools

@@ -1,0 +1,87 @@
+"""How much of everything there is: sequences, adapters, pages.
+
+Plain Python, checked before anything touches a device.
+"""
+
+from dataclasses import dataclass, fields
+
+from punica_jax.models._config import MODULE_GROUPS, LlamaConfig
+from punica_jax.request import is_integer
+
+MAX_RANK = 512
+_MAX_HEAD_DIM = 256
+_RANK_PAGE = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """What a model is served with.
+
+    Attributes:
+      max_model_len: most tokens of a sequence, prompt and output.
+      max_seats: sequences in flight at one time.
+      num_slots: adapters loaded at one time.
+      max_rank: greatest rank of an adapter, at most 512.
+      page_size: tokens of a KV page, a power of two of at least 16.
+
+    Raises:
+      ValueError: a size breaks its rule.
+    """
+
+    max_model_len: int
+    max_seats: int
+    num_slots: int
+    max_rank: int
+    page_size: int
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not is_integer(value) or value < 1:
+                raise ValueError(
+                    f"{field.name} must be an integer of at least 1, got {value!r}"
+                )
+        if self.max_rank > MAX_RANK:
+            raise ValueError(
+                f"max_rank must be at most {MAX_RANK}, got {self.max_rank}"
+            )
+        if self.page_size < 16 or self.page_size & (self.page_size - 1):
+            raise ValueError(
+                f"page_size must be a power of two of at least 16, got {self.page_size}"
+            )
+
+    @property
+    def pages_per_seq(self) -> int:
+        return -(-self.max_model_len // self.page_size)
+
+    @property
+    def num_kv_pages(self) -> int:
+        return self.max_seats * self.pages_per_seq
+
+    @property
+    def num_rank_pages(self) -> int:
+        """Rank pages of a group: one adapter more than slots, for replacing one."""
+        return (self.num_slots + 1) * -(-self.max_rank // _RANK_PAGE)
+
+    def check_model(self, config: LlamaConfig) -> None:
+        """Raise ValueError if a model cannot be served so."""
+        limit = config.max_position_embeddings
+        if self.max_model_len > limit:
+            raise ValueError(
+                "max_model_len must be at most the model's max_position_embeddings "
+                f"{limit}, got {self.max_model_len}"
+            )
+        widths = {"head_dim": config.head_dim}
+        for group in MODULE_GROUPS:
+            widths[f"the input of {group}"] = config.d_in(group)
+            for width in config.d_outs(group):
+                widths[f"an output of {group}"] = width
+        for name, width in widths.items():
+            if width % 8:
+                raise ValueError(
+                    f"{name} must be a multiple of 8 for the kernels, got {width}"
+                )
+        if config.head_dim > _MAX_HEAD_DIM:
+            raise ValueError(
+                f"head_dim must be at most {_MAX_HEAD_DIM}, got {config.head_dim}"
+            )

@@ -1,0 +1,69 @@
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from benchmarks import device_time, sgmv
+from benchmarks.sgmv_cells import Cell, load_cells
+
+TINY = Cell(
+    suite="decode",
+    d_in=64,
+    d_outs=(32, 16),
+    rank=32,
+    rows=6,
+    popularity="skewed",
+)
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    monkeypatch.setattr(device_time, "COLD_BYTES", 2 * TINY.num_bytes)
+    monkeypatch.setattr(device_time, "_WINDOW_S", 1e-4)
+
+
+def test_cells_are_the_peers():
+    cells = load_cells()
+    assert len(cells) == len({cell.name for cell in cells}) == 86
+    assert {cell.suite for cell in cells} == {"decode", "prefill", "stacked"}
+    (cell,) = [c for c in cells if c.name == "4096->4096 r16 64 distinct"]
+    assert (cell.peer, cell.peer_us, cell.loop_us) == ("Punica BGMV", 16.4, 601.4)
+    # 64 adapters' A and B, x, y read and y written: 17.9 MB.
+    assert cell.num_bytes == 2 * (64 * 16 * 8192 + 64 * 3 * 4096)
+    assert cell.floor_us == pytest.approx(4.3, abs=0.2)
+    (cell,) = [c for c in cells if c.name == "4096->4096 r64 2048 seg8"]
+    assert cell.sizes == [256] * 8
+
+
+@pytest.mark.parametrize("method", sgmv.METHODS)
+def test_methods_agree_with_the_oracle_and_are_timed(method, monkeypatch):
+    make = sgmv.inputs_of([TINY])
+    program = sgmv.compile_program(TINY, method, jax.eval_shape(make))
+    assert isinstance(program, sgmv.Program)
+    record = sgmv.run_program(TINY, method, program, make())
+    assert record[f"{method}_us"] > 0, record
+    monkeypatch.setattr(sgmv, "_MAX_ERROR", 1e-5)
+    record = sgmv.run_program(TINY, method, program, make())
+    assert list(record) == [f"{method}_error"]  # a wrong sum is no figure
+
+
+def test_launches_are_in_order_and_counted():
+    def zeros():
+        return [jnp.zeros(()) for _ in range(2)]
+
+    operands = [(float(n),) for n in range(5)]
+    step = device_time.compile_step(lambda c, n: 10 * c + n, zeros(), operands)
+    seconds, _ = device_time.measure(step, zeros(), operands)
+    assert step.num_calls == 5 and seconds > 0
+    first, second = step(zeros(), operands, ())
+    assert (float(first), float(second)) == (24.0, 13.0)
+
+
+def test_table_and_ratio():
+    record = {**sgmv.describe(load_cells()[0]), "ours_us": 3.5}
+    (column,) = [c for c in sgmv.table_of([record]).columns if c.header == "of peer"]
+    assert list(column.cells) == ["0.50"]
+    ratio = functools.partial(sgmv.ratio_to, records=[record])
+    assert ratio("peer") == pytest.approx(0.5)
+    assert str(ratio("gather")) == "nan"

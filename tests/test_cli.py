@@ -333,4 +333,4 @@ class TestRealModel:
         missing = checkpoint / "nothing"
         result = CliRunner().invoke(cli.app, ["generate", str(missing), "hi"])
         assert result.exit_code == 2
-        assert result.stderr.startswith(f"error: {missing / 'tokenizer.json'}: no such")
+        assert result.stderr.startswith(f"error: {missing / 'config.json'}: a Hugging")

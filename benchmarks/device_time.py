@@ -65,7 +65,9 @@ def compile_step(
         return carries
 
     # One launch after the other, as in a model step they depend on one another.
-    options = {"xla_gpu_command_buffer_scheduling_mode": "SERIALIZE"}
+    options: dict[str, str | bool] = {
+        "xla_gpu_command_buffer_scheduling_mode": "SERIALIZE"
+    }
     lowered = jax.jit(step, donate_argnums=0).lower(carries, operands, shared)
     compiled = lowered.compile(options if jax.default_backend() == "gpu" else None)
     return Step(compiled=compiled, num_calls=len(operands))

@@ -37,7 +37,8 @@ def resolve(implementation: Implementation | str | None) -> Implementation:
 
 
 def _default_implementation() -> Implementation:
-    device = jax.config.jax_default_device or jax.devices()[0]
+    # Read by name: JAX 0.10's types do not know the attribute.
+    device = getattr(jax.config, "jax_default_device") or jax.devices()[0]  # noqa: B009
     if isinstance(device, str):
         device = jax.devices(device)[0]
     if device.platform != "gpu":

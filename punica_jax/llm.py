@@ -81,8 +81,8 @@ class LLM:
           progress: show a progress bar while loading.
 
         Raises:
-          ValueError: a size is not positive, a file breaks a rule, or an adapter does
-            not fit the model.
+          ValueError: a size or a file breaks a rule, or an adapter does not fit the
+            model. Sizes are checked before weights are read.
         """
         implementation = resolve(implementation)
         path = Path(path)

@@ -1,16 +1,16 @@
 """How much of everything there is: sequences, adapters, pages.
 
-Plain Python, checked before anything touches a device.
+Plain numbers, checked before anything touches a device.
 """
 
 from dataclasses import dataclass, fields
 
-from punica_jax.models._config import MODULE_GROUPS, LlamaConfig
+from punica_jax.models import MODULE_GROUPS, LlamaConfig
+from punica_jax.pallas_kernels import RANK_PAGE
 from punica_jax.request import is_integer
 
 MAX_RANK = 512
 _MAX_HEAD_DIM = 256
-_RANK_PAGE = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +61,7 @@ class Sizes:
     @property
     def num_rank_pages(self) -> int:
         """Rank pages of a group: one adapter more than slots, for replacing one."""
-        return (self.num_slots + 1) * -(-self.max_rank // _RANK_PAGE)
+        return (self.num_slots + 1) * -(-self.max_rank // RANK_PAGE)
 
     def check_model(self, config: LlamaConfig) -> None:
         """Raise ValueError if a model cannot be served so."""

@@ -1,14 +1,12 @@
 """Text in, text out: prompts under many adapters, answered in mixed batches.
 
 Knows text, names of adapters and the order of steps; what a step computes is the
-runner's business. Every sequence in flight owns a seat with a fixed share of the KV
-pages.
+runner's business, and which sequences run in it the engine's.
 """
 
 import contextlib
 import json
 import threading
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -18,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from punica_jax.adapters import AdapterTable, LoadedAdapter
-from punica_jax.batch import Batch, Buckets
+from punica_jax.engine import Engine
 from punica_jax.models import (
     MODULE_GROUPS,
     AdapterError,
@@ -27,15 +25,14 @@ from punica_jax.models import (
     read_adapter,
 )
 from punica_jax.pallas_kernels import resolve
-from punica_jax.request import Completion, SamplingParams, is_integer
+from punica_jax.prompts import Prompts
+from punica_jax.request import Completion, SamplingParams
 from punica_jax.runner import Runner
-from punica_jax.scheduler import schedule
-from punica_jax.sequence import SequenceState, TokenCallback
+from punica_jax.sequence import TokenCallback
 from punica_jax.sizes import Sizes
 from punica_jax.tokenizer import Tokenizer
 
 _DEFAULT_MAX_MODEL_LEN = 2048
-_MAX_ROWS_PER_STEP = 2048
 
 
 class LLM:
@@ -104,12 +101,10 @@ class LLM:
         self.max_model_len = max_model_len
         self.tokenizer = Tokenizer.from_dir(path)
         self._base_name = _base_name(path)
-        self._sizes = sizes
         self._lock = threading.Lock()
         self._table = AdapterTable(
             num_slots, dict.fromkeys(MODULE_GROUPS, sizes.num_rank_pages), max_rank
         )
-        self._buckets = Buckets(max_seats, max(max_seats, _MAX_ROWS_PER_STEP))
         self._runner = Runner(
             load_model(
                 path, dtype=dtype, max_model_len=max_model_len, progress=progress
@@ -121,6 +116,10 @@ class LLM:
             max_rank=max_rank,
             implementation=implementation,
         )
+        self._engine = Engine(self._runner, sizes)
+        self._prompts = Prompts(
+            self.tokenizer, self._table, config.vocab_size, max_model_len
+        )
         for name, adapter_path in (adapters or {}).items():
             self.load_adapter(name, adapter_path)
 
@@ -131,7 +130,7 @@ class LLM:
     def warm_up(self) -> None:
         """Compile every program that `generate` can need, before the first prompt."""
         with self._exclusive("warm_up"):
-            self._runner.warm_up(self._buckets, self._sizes.pages_per_seq)
+            self._engine.warm_up()
 
     @property
     def programs(self) -> list[str]:
@@ -211,30 +210,14 @@ class LLM:
           RuntimeError: another call is running, in a thread or around `on_token`.
         """
         with self._exclusive("generate"):
-            sequences = self._sequences(prompts, adapters, sampling, on_token)
-            self._run(sequences)
+            sequences = self._prompts.sequences(prompts, adapters, sampling, on_token)
+            self._engine.add(sequences)
+            try:
+                while self._engine.busy:
+                    self._engine.step()
+            finally:
+                self._engine.clear()
         return [sequence.completion() for sequence in sequences]
-
-    def _run(self, sequences: Sequence[SequenceState]) -> None:
-        """Step until all sequences have ended."""
-        waiting = deque(sequences)
-        running: list[SequenceState] = []
-        free_seats = list(range(self._sizes.max_seats))
-        while waiting or running:
-            while waiting and free_seats:
-                sequence = waiting.popleft()
-                sequence.sit(free_seats.pop(), self._sizes.pages_per_seq)
-                running.append(sequence)
-            scheduled = schedule(running, self._buckets.max_rows)
-            chunks = [sequence.chunk(rows) for sequence, rows in scheduled]
-            bucket = self._buckets.of(chunks)
-            batch = Batch.of(chunks, bucket, self._sizes.pages_per_seq)
-            tokens = self._runner.step(batch)
-            for (sequence, rows), token in zip(scheduled, tokens, strict=False):
-                sequence.advance(rows, int(token))
-                if sequence.finish_reason is not None:
-                    running.remove(sequence)
-                    free_seats.append(sequence.seat)
 
     @contextlib.contextmanager
     def _exclusive(self, what: str) -> Iterator[None]:
@@ -249,76 +232,6 @@ class LLM:
             yield
         finally:
             self._lock.release()
-
-    def _sequences(
-        self, prompts: Any, adapters: Any, sampling: Any, on_token: Any
-    ) -> list[SequenceState]:
-        """Check the arguments of `generate` and make its sequences."""
-        if isinstance(prompts, str):
-            prompts = [prompts]
-        if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
-            raise ValueError(
-                "prompts must be a text, or a list of texts or of lists of token ids, "
-                f"got {prompts!r}"
-            )
-        count = len(prompts)
-        if adapters is None or isinstance(adapters, str):
-            adapters = [adapters] * count
-        if sampling is None or isinstance(sampling, SamplingParams):
-            sampling = [sampling or SamplingParams()] * count
-        for name, values in (("adapters", adapters), ("sampling", sampling)):
-            if not isinstance(values, Sequence) or len(values) != count:
-                got = len(values) if isinstance(values, Sequence) else repr(values)
-                raise ValueError(
-                    f"{name} must be one for all prompts or one each: got {got} for "
-                    f"{count} prompts"
-                )
-        for index, params in enumerate(sampling):
-            if not isinstance(params, SamplingParams):
-                raise ValueError(
-                    f"sampling {index} must be a SamplingParams, got {params!r}"
-                )
-        return [
-            SequenceState(
-                index=index,
-                prompt=self._encode(index, prompt),
-                adapter=adapter,
-                slot=self._table.slot_of(adapter),
-                sampling=params,
-                tokenizer=self.tokenizer,
-                max_model_len=self.max_model_len,
-                on_token=on_token,
-            )
-            for index, (prompt, adapter, params) in enumerate(
-                zip(prompts, adapters, sampling, strict=True)
-            )
-        ]
-
-    def _encode(self, index: int, prompt: str | Sequence[int]) -> list[int]:
-        """Return a prompt's token ids, checked."""
-        if isinstance(prompt, str):
-            tokens = self.tokenizer.encode(prompt) if prompt else []
-        elif isinstance(prompt, bytes) or not hasattr(prompt, "__iter__"):
-            raise ValueError(
-                f"prompt {index} must be a text or a list of token ids, got {prompt!r}"
-            )
-        else:
-            tokens = list(prompt)
-        if not tokens:
-            raise ValueError(f"prompt {index} is empty; it needs at least one token")
-        for token in tokens:
-            if not is_integer(token) or not 0 <= token < self.config.vocab_size:
-                raise ValueError(
-                    f"prompt {index} has token {token!r}; tokens must be integers from "
-                    f"0 to {self.config.vocab_size - 1}"
-                )
-        if len(tokens) >= self.max_model_len:
-            raise ValueError(
-                f"prompt {index} has {len(tokens)} tokens, which leaves no room for a "
-                f"new one: max_model_len is {self.max_model_len}; shorten it or raise "
-                "max_model_len"
-            )
-        return [int(token) for token in tokens]
 
 
 def _base_name(path: Path) -> str:

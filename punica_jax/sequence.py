@@ -41,6 +41,8 @@ class SequenceState:
     Attributes:
       finish_reason: None while the sequence is in flight.
       seat: its place among the sequences in flight, -1 before it has one.
+      pages: its KV pages, none before it has a seat.
+      max_len: most tokens that it can have, prompt and output.
     """
 
     def __init__(
@@ -57,7 +59,7 @@ class SequenceState:
     ):
         self.finish_reason: FinishReason | None = None
         self.seat = -1
-        self._pages = range(0)
+        self.pages: Sequence[int] = ()
         self._index = index
         self._adapter = adapter
         self._slot = slot
@@ -66,7 +68,7 @@ class SequenceState:
         self._eos = frozenset() if sampling.ignore_eos else tokenizer.eos_token_ids
         self._num_prompt = len(prompt)
         room = max_model_len - self._num_prompt
-        self._max_len = self._num_prompt + min(sampling.max_new_tokens, room)
+        self.max_len = self._num_prompt + min(sampling.max_new_tokens, room)
         self._tokens = prompt
         self._num_cached = 0
         self._pieces: list[str] = []
@@ -78,10 +80,10 @@ class SequenceState:
         """Tokens that the cache does not hold yet."""
         return len(self._tokens) - self._num_cached
 
-    def sit(self, seat: int, pages_per_seq: int) -> None:
-        """Take a seat and its share of the KV pages."""
+    def sit(self, seat: int, pages: Sequence[int]) -> None:
+        """Take a seat, and KV pages for `max_len` tokens."""
         self.seat = seat
-        self._pages = range(seat * pages_per_seq, (seat + 1) * pages_per_seq)
+        self.pages = pages
 
     def chunk(self, rows: int) -> Chunk:
         """Return the next `rows` tokens as rows of a step."""
@@ -89,7 +91,7 @@ class SequenceState:
         return Chunk(
             tokens=self._tokens[self._num_cached : end],
             kv_len=end,
-            pages=self._pages,
+            pages=self.pages,
             slot=self._slot,
             temperature=self._sampling.temperature,
             seed=self._seed,
@@ -103,7 +105,7 @@ class SequenceState:
         self._tokens.append(token)
         if token in self._eos:
             self.finish_reason = "stop"
-        elif len(self._tokens) == self._max_len:
+        elif len(self._tokens) == self.max_len:
             self.finish_reason = "length"
         self._emit(self._detokenizer.push(token))
         if self.finish_reason is not None:

@@ -14,6 +14,8 @@ FOLDERS = {
 WITHOUT_JAX = [
     "_text_stages",
     "adapters",
+    "pages",
+    "prompts",
     "request",
     "scheduler",
     "sequence",

@@ -149,7 +149,7 @@ def test_one_call_at_a_time(llm, checkpoint, together):
 
 
 def test_warm_up_compiles_everything(llm, together, monkeypatch, compiles):
-    monkeypatch.setattr(llm, "_buckets", Buckets(max_seqs=4, max_rows=8))
+    monkeypatch.setattr(llm._engine, "_buckets", Buckets(max_seqs=4, max_rows=8))
     llm.warm_up()
     with compiles:
         for count in (1, 2, 6):
@@ -175,7 +175,7 @@ def test_a_full_pool_can_replace(checkpoint):
 
 def test_prompts_are_prefilled_in_chunks(llm, together, monkeypatch):
     # 8 rows a step: the prompts take several steps, and share some.
-    monkeypatch.setattr(llm, "_buckets", Buckets(max_seqs=4, max_rows=8))
+    monkeypatch.setattr(llm._engine, "_buckets", Buckets(max_seqs=4, max_rows=8))
     assert llm.generate(PROMPTS, ADAPTERS, GREEDY) == together
 
 

@@ -1,0 +1,98 @@
+"""What a caller asks for, checked: prompts become sequences.
+
+Plain Python; knows texts, tokens and names of adapters, nothing of devices or steps.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from punica_jax.adapters import AdapterTable
+from punica_jax.request import SamplingParams, is_integer
+from punica_jax.sequence import SequenceState
+from punica_jax.tokenizer import Tokenizer
+
+
+class Prompts:
+    """Makes sequences of a model's prompts."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        table: AdapterTable,
+        vocab_size: int,
+        max_model_len: int,
+    ):
+        self._tokenizer = tokenizer
+        self._table = table
+        self._vocab_size = vocab_size
+        self._max_model_len = max_model_len
+
+    def sequences(
+        self, prompts: Any, adapters: Any, sampling: Any, on_token: Any
+    ) -> list[SequenceState]:
+        """Check the arguments of `LLM.generate` and make its sequences."""
+        if isinstance(prompts, str):
+            prompts = [prompts]
+        if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
+            raise ValueError(
+                "prompts must be a text, or a list of texts or of lists of token ids, "
+                f"got {prompts!r}"
+            )
+        count = len(prompts)
+        if adapters is None or isinstance(adapters, str):
+            adapters = [adapters] * count
+        if sampling is None or isinstance(sampling, SamplingParams):
+            sampling = [sampling or SamplingParams()] * count
+        for name, values in (("adapters", adapters), ("sampling", sampling)):
+            if not isinstance(values, Sequence) or len(values) != count:
+                got = len(values) if isinstance(values, Sequence) else repr(values)
+                raise ValueError(
+                    f"{name} must be one for all prompts or one each: got {got} for "
+                    f"{count} prompts"
+                )
+        for index, params in enumerate(sampling):
+            if not isinstance(params, SamplingParams):
+                raise ValueError(
+                    f"sampling {index} must be a SamplingParams, got {params!r}"
+                )
+        return [
+            SequenceState(
+                index=index,
+                prompt=self._encode(index, prompt),
+                adapter=adapter,
+                slot=self._table.slot_of(adapter),
+                sampling=params,
+                tokenizer=self._tokenizer,
+                max_model_len=self._max_model_len,
+                on_token=on_token,
+            )
+            for index, (prompt, adapter, params) in enumerate(
+                zip(prompts, adapters, sampling, strict=True)
+            )
+        ]
+
+    def _encode(self, index: int, prompt: str | Sequence[int]) -> list[int]:
+        """Return a prompt's token ids, checked."""
+        if isinstance(prompt, str):
+            tokens = self._tokenizer.encode(prompt) if prompt else []
+        elif isinstance(prompt, bytes) or not hasattr(prompt, "__iter__"):
+            raise ValueError(
+                f"prompt {index} must be a text or a list of token ids, got {prompt!r}"
+            )
+        else:
+            tokens = list(prompt)
+        if not tokens:
+            raise ValueError(f"prompt {index} is empty; it needs at least one token")
+        for token in tokens:
+            if not is_integer(token) or not 0 <= token < self._vocab_size:
+                raise ValueError(
+                    f"prompt {index} has token {token!r}; tokens must be integers from "
+                    f"0 to {self._vocab_size - 1}"
+                )
+        if len(tokens) >= self._max_model_len:
+            raise ValueError(
+                f"prompt {index} has {len(tokens)} tokens, which leaves no room for a "
+                f"new one: max_model_len is {self._max_model_len}; shorten it or raise "
+                "max_model_len"
+            )
+        return [int(token) for token in tokens]

@@ -4,6 +4,7 @@ Knows nothing of models, files or requests.
 """
 
 from punica_jax.pallas_kernels._dispatch import Implementation, resolve
+from punica_jax.pallas_kernels._epilogues import lora_gated, lora_rotary
 from punica_jax.pallas_kernels._ops import expand, lora, segment_metadata, shrink
 from punica_jax.pallas_kernels._paged_attention import paged_attention
 from punica_jax.pallas_kernels._pool import RANK_PAGE, LoraPool, pack_adapters
@@ -16,6 +17,8 @@ __all__ = [
     "Segments",
     "expand",
     "lora",
+    "lora_gated",
+    "lora_rotary",
     "pack_adapters",
     "paged_attention",
     "resolve",

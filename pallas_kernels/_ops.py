@@ -110,7 +110,7 @@ def shrink(
     Raises:
       ValueError: `x` does not fit the pool or the segments.
     """
-    _check_operand("x", x, pool.d_in, pool, segments)
+    check_operand("x", x, pool.d_in, pool, segments)
     implementation = resolve(implementation)
     if implementation == "xla":
         return reference.shrink(x, pool, segments)
@@ -147,7 +147,7 @@ def expand(
     Raises:
       ValueError: an operand does not fit the pool or the segments.
     """
-    _check_operand("y", y, pool.d_out, pool, segments)
+    check_operand("y", y, pool.d_out, pool, segments)
     entries = segments.num_passes * segments.num_rows
     if v.shape[1:] != (entries, pool.num_modules * pool.max_rank):
         raise ValueError(
@@ -196,8 +196,8 @@ def lora(
       ValueError: an operand does not fit the pool or the segments.
     """
     x, y = jnp.asarray(x), jnp.asarray(y)
-    _check_operand("x", x, pool.d_in, pool, segments)
-    _check_operand("y", y, pool.d_out, pool, segments)
+    check_operand("x", x, pool.d_in, pool, segments)
+    check_operand("y", y, pool.d_out, pool, segments)
     return _lora(resolve(implementation), y, x, pool, segments)
 
 
@@ -286,7 +286,7 @@ def _no_gradient(array: Array):
     return np.zeros(array.shape, jax.dtypes.float0)
 
 
-def _check_operand(
+def check_operand(
     name: str, operand: Array, width: int, pool: LoraPool, segments: Segments
 ) -> None:
     """Raise unless `operand` is [segments' rows, width] in the pool's dtype."""

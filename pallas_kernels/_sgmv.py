@@ -258,20 +258,20 @@ def _expand_kernel(
         at = (row[:, None], column[None, :])
         mask = mask_of((block_rows, column.size), live[:, None], inside)
 
-        def product(lanes: PageLanes) -> Array:
-            b = load(
-                b_ref.at[lanes.page, lanes.lane, column[None, :]],
-                mask_of((lanes.size, column.size), lanes.used_rows, inside),
-            )
-            v = _sum_splits(
-                v_ref,
-                number * rows_ref.shape[1] + entry,
-                lanes.columns(module * max_rank, v_ref.shape[2]),
-                mask_of((block_rows, lanes.size), live[:, None], lanes.used_columns),
-            )
-            if "weights" in options:
-                v = v * load(options["weights"].at[number, entry], live)[:, None]
-            return dot(v.astype(b.dtype), b)
+        weight = None
+        if "weights" in options:
+            weight = load(options["weights"].at[number, entry], live)
+        product = functools.partial(
+            page_product,
+            v_ref=v_ref,
+            b_ref=b_ref,
+            entry=number * rows_ref.shape[1] + entry,
+            live=live,
+            weight=weight,
+            first_rank=module * max_rank,
+            column=column,
+            inside=inside,
+        )
 
         def write(delta: Callable[[], Array | float]):
             # y is loaded ahead of the product, so that the loads overlap.
@@ -304,6 +304,34 @@ def _apply_options(
     if "residual" in options:
         out = out + load(options["residual"].at[at], mask).astype(jnp.float32)
     return out
+
+
+def page_product(
+    lanes: PageLanes,
+    *,
+    v_ref: Any,  # f32[splits, passes * rows, C * max_rank]
+    b_ref: Any,  # [pages, 16, d_out]
+    entry: Array,  # i32[block_rows], of v
+    live: Array,  # bool[block_rows]
+    weight: Array | None,  # f32[block_rows]
+    first_rank: Array | int,  # the module's first rank in v
+    column: Array,  # i32[block_n], of B
+    inside: Array | None,  # bool[1, block_n]
+) -> Array:
+    """Return `f32[block_rows, block_n]`: a tile's v times B of some pages."""
+    b = load(
+        b_ref.at[lanes.page, lanes.lane, column[None, :]],
+        mask_of((lanes.size, column.size), lanes.used_rows, inside),
+    )
+    v = _sum_splits(
+        v_ref,
+        entry,
+        lanes.columns(first_rank, v_ref.shape[2]),
+        mask_of((entry.size, lanes.size), live[:, None], lanes.used_columns),
+    )
+    if weight is not None:
+        v = v * weight[:, None]
+    return dot(v.astype(b.dtype), b)
 
 
 def _sum_splits(v_ref, entry: Array, column: Array, mask: Array | None) -> Array:

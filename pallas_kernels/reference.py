@@ -7,13 +7,21 @@ adapter is gathered once for up to `block_rows` rows and not once a row.
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Float
+from jaxtyping import Float, Int32
 
 from punica_jax.pallas_kernels._attention_reference import paged_attention
 from punica_jax.pallas_kernels._pool import RANK_PAGE, LoraPool
 from punica_jax.pallas_kernels._segments import Segments, first_tile, max_tiles
 
-__all__ = ["expand", "paged_attention", "segment_metadata", "segment_outer", "shrink"]
+__all__ = [
+    "expand",
+    "gated",
+    "paged_attention",
+    "rotary",
+    "segment_metadata",
+    "segment_outer",
+    "shrink",
+]
 
 
 def segment_metadata(slots: Array, *, num_slots: int, block_rows: int) -> Segments:
@@ -126,6 +134,45 @@ def expand(
         target = jnp.where(tile.live, tile.row, segments.num_rows)
         y = y.at[target].set(out.astype(y.dtype), mode="drop")
     return y
+
+
+def gated(y: Float[Array, "rows two_width"]) -> Float[Array, "rows width"]:
+    """Compute `SiLU(gate) * up` of the halves of `y`; SiLU in float32."""
+    gate, up = jnp.split(y, 2, axis=-1)
+    return jax.nn.silu(gate.astype(jnp.float32)).astype(up.dtype) * up
+
+
+def rotary(
+    y: Float[Array, "rows d_out"],
+    tables: tuple[Float[Array, "rows head_dim"], Float[Array, "rows head_dim"]],
+    k_pages: Float[Array, "pages kv_heads page_size head_dim"],
+    v_pages: Float[Array, "pages kv_heads page_size head_dim"],
+    page: Int32[Array, "rows"],
+    offset: Int32[Array, "rows"],
+) -> tuple[Float[Array, "rows heads head_dim"], Array, Array]:
+    """Rotate q and k, and store k and v in their pages.
+
+    Lanes `(i, i + head_dim / 2)` of a head turn by their row's angle.
+
+    Returns:
+      q, rotated, and the pages with each row's k and v at `[page, :, offset]`.
+    """
+    cos, sin = (table[:, None, :] for table in tables)
+
+    def rotate(x: Array) -> Array:
+        low, high = jnp.split(x, 2, axis=-1)
+        return x * cos + jnp.concatenate([-high, low], axis=-1) * sin
+
+    def store(pages: Array, rows: Array) -> Array:
+        return pages.at[page, :, offset].set(
+            rows.astype(pages.dtype), mode="drop", unique_indices=True
+        )
+
+    kv_heads, head_dim = k_pages.shape[1], k_pages.shape[3]
+    x = y.reshape(y.shape[0], -1, head_dim)
+    heads = x.shape[1] - 2 * kv_heads
+    q, k, v = jnp.split(x, [heads, heads + kv_heads], axis=1)
+    return rotate(q), store(k_pages, rotate(k)), store(v_pages, v)
 
 
 def segment_outer(

@@ -1,0 +1,308 @@
+"""Expand with what follows it in a decoder layer: one launch instead of two to five.
+
+`gated_expand` ends with SiLU(gate) * up; `rotary_expand` with the rotary embedding and
+the stores into the KV cache. Both also run without adapters, so that a model has one
+form. Knows pools, segments and pages as arrays; nothing of models or sequences.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from punica_jax.pallas_kernels._page_tiles import (
+    AdapterPages,
+    load,
+    mask_of,
+    pages_at_once,
+    tile_rows,
+)
+from punica_jax.pallas_kernels._pool import RANK_PAGE, LoraPool
+from punica_jax.pallas_kernels._segments import Segments
+from punica_jax.pallas_kernels._sgmv import page_product
+
+# Rows of a tile where no adapters cut them.
+_BASE_ROWS = 16
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class FusedConfig:
+    """`block_n` columns of each half a program (the rotary form: half a head)."""
+
+    block_n: int
+    num_warps: int
+
+
+def fused_config(width: int, dtype: Any) -> FusedConfig:
+    """Choose the columns of a program; each column's sum is its own."""
+    block_n = 128 if jnp.dtype(dtype).itemsize == 2 else 64
+    return FusedConfig(
+        block_n=min(block_n, max(16, pl.next_power_of_2(width))), num_warps=4
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Shrunk:
+    """What an adapter's product still needs: `shrink`'s result with its tables.
+
+    One pass only: a row that has several adapters is expanded by `expand`.
+    """
+
+    v: Array
+    pool: LoraPool
+    segments: Segments
+
+    @property
+    def operands(self) -> tuple[Array, ...]:
+        segments, pool = self.segments, self.pool
+        assert segments.num_passes == 1, segments.num_passes
+        weights = () if segments.weights is None else (segments.weights,)
+        return (
+            self.v,
+            pool.b,
+            pool.page_table,
+            pool.num_pages,
+            segments.rows,
+            segments.tile_slot,
+            segments.tile_first,
+            segments.tile_end,
+            *weights,
+        )
+
+
+class _Tile:
+    """One program's rows, and what their adapter adds to them. Lives in a kernel.
+
+    Attributes:
+      row: `i32[block_rows]`, out of range in dead lanes.
+      live: `bool[block_rows]`.
+      busy: whether there is a live row.
+    """
+
+    def __init__(self, refs: tuple[Any, ...], num_rows: int, block_rows: int):
+        """Find program `pl.program_id(0)`'s rows; `refs` are of `Shrunk.operands`."""
+        tile = pl.program_id(0)
+        self._refs = refs
+        if not refs:
+            lane = jnp.arange(block_rows, dtype=jnp.int32)
+            self.row = tile * block_rows + lane
+            self.live = self.row < num_rows
+            self.busy = True
+            return
+        rows_ref, slot_ref, first_ref, end_ref = refs[4:8]
+        self.busy = end_ref[0, tile] > first_ref[0, tile]
+        self._slot = slot_ref[0, tile]
+        self._entry, self.live, self.row = tile_rows(
+            rows_ref, first_ref, end_ref, 0, tile, block_rows
+        )
+
+    def load(self, ref: Any, column: Array, inside: Array | None) -> Array:
+        """Return `f32[block_rows, columns]` of the tile's rows."""
+        mask = mask_of((self.row.size, column.size), self.live[:, None], inside)
+        at = ref.at[self.row[:, None], column[None, :]]
+        return load(at, mask).astype(jnp.float32)
+
+    def add_product(
+        self, sums: list[Array], module, columns: list[Array], inside: Array | None
+    ) -> list[Array]:
+        """Return the sums with the adapter's product added in some columns of B."""
+        if not self._refs:
+            return sums
+        v_ref, b_ref, page_table_ref, num_pages_ref = self._refs[:4]
+        slot = jnp.maximum(self._slot, 0)
+        pages = AdapterPages(
+            page_table_ref=page_table_ref,
+            slot=slot,
+            count=jnp.where(self._slot >= 0, num_pages_ref[slot, module], 0),
+            most=pages_at_once(b_ref.dtype),
+        )
+        weight = None
+        if len(self._refs) > 8:
+            weight = load(self._refs[8].at[0, self._entry], self.live)
+
+        def add(lanes, sums):
+            return [
+                total
+                + page_product(
+                    lanes,
+                    v_ref=v_ref,
+                    b_ref=b_ref,
+                    entry=self._entry,
+                    live=self.live,
+                    weight=weight,
+                    first_rank=module * (pages.max_count * RANK_PAGE),
+                    column=column,
+                    inside=inside,
+                )
+                for total, column in zip(sums, columns, strict=True)
+            ]
+
+        if pages.max_count == 1:
+            return lax.cond(
+                pages.count > 0, lambda: add(pages.single(), sums), lambda: sums
+            )
+        return lax.cond(
+            pages.count == 1,
+            lambda: add(pages.single(), sums),
+            lambda: lax.cond(
+                pages.count > 1, lambda: pages.fold(add, sums), lambda: sums
+            ),
+        )
+
+
+def gated_expand(
+    y: Array,
+    shrunk: Shrunk | None,
+    *,
+    config: FusedConfig | None = None,
+    interpret: bool = False,
+) -> Array:
+    """Launch expand with SiLU(gate) * up; see `reference.gated_expand`."""
+    rows, width = y.shape[0], y.shape[1] // 2
+    config = config or fused_config(width, y.dtype)
+    block_rows, num_tiles, operands = _tiles(shrunk, rows)
+    return pl.pallas_call(
+        functools.partial(_gated_kernel, block_rows=block_rows, config=config),
+        out_shape=jax.ShapeDtypeStruct((rows, width), y.dtype),
+        grid=(num_tiles, pl.cdiv(width, config.block_n)),
+        compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=1),
+        interpret=interpret,
+        name="lora_gated_expand",
+    )(y, *operands)
+
+
+def _gated_kernel(
+    y_ref,  # [rows, 2 * width]
+    *refs,  # of `Shrunk.operands`, or none; h_ref [rows, width]
+    block_rows: int,
+    config: FusedConfig,
+):
+    h_ref = refs[-1]
+    width = h_ref.shape[1]
+    tile = _Tile(refs[:-1], y_ref.shape[0], block_rows)
+    column = pl.program_id(1) * config.block_n
+    column = column + jnp.arange(config.block_n, dtype=jnp.int32)
+    inside = None if width % config.block_n == 0 else (column < width)[None, :]
+
+    @pl.when(tile.busy)
+    def _():
+        halves = []
+        for module, at in enumerate((column, width + column)):
+            halves += tile.add_product(
+                [tile.load(y_ref, at, inside)], module, [at], inside
+            )
+        gate, up = halves
+        h = gate * lax.logistic(gate) * up
+        mask = mask_of(h.shape, tile.live[:, None], inside)
+        at = h_ref.at[tile.row[:, None], column[None, :]]
+        plgpu.store(at, h.astype(h_ref.dtype), mask=mask)
+
+
+def rotary_expand(
+    y: Array,
+    shrunk: Shrunk | None,
+    rotary: tuple[Array, Array],
+    k_pages: Array,
+    v_pages: Array,
+    page: Array,
+    offset: Array,
+    *,
+    num_warps: int = 4,
+    interpret: bool = False,
+) -> tuple[Array, Array, Array]:
+    """Launch expand with rotary embedding and cache; see `reference.rotary_expand`."""
+    rows = y.shape[0]
+    _, kv_heads, _, head_dim = k_pages.shape
+    heads = y.shape[1] // head_dim - 2 * kv_heads
+    block_rows, num_tiles, operands = _tiles(shrunk, rows)
+    q = jax.ShapeDtypeStruct((rows, heads, head_dim), y.dtype)
+    return pl.pallas_call(
+        functools.partial(_rotary_kernel, block_rows=block_rows),
+        out_shape=(
+            q,
+            jax.ShapeDtypeStruct(k_pages.shape, k_pages.dtype),
+            jax.ShapeDtypeStruct(v_pages.shape, v_pages.dtype),
+        ),
+        grid=(num_tiles, heads + 2 * kv_heads),
+        input_output_aliases={0: 1, 1: 2},
+        compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=1),
+        interpret=interpret,
+        name="lora_rotary_expand",
+    )(k_pages, v_pages, y, *rotary, page, offset, *operands)
+
+
+def _rotary_kernel(
+    k_in_ref,  # [pages, kv_heads, page_size, head_dim], is k_ref
+    v_in_ref,  # [pages, kv_heads, page_size, head_dim], is v_ref
+    y_ref,  # [rows, (heads + 2 * kv_heads) * head_dim]
+    cos_ref,  # [rows, head_dim]
+    sin_ref,  # [rows, head_dim]
+    page_ref,  # i32[rows]
+    offset_ref,  # i32[rows]
+    *refs,  # of `Shrunk.operands`, or none; q_ref [rows, heads, head_dim], k_ref, v_ref
+    block_rows: int,
+):
+    del k_in_ref, v_in_ref
+    *refs, q_ref, k_ref, v_ref = refs
+    _, heads, head_dim = q_ref.shape
+    num_pages, kv_heads = k_ref.shape[:2]
+    half = head_dim // 2
+    tile = _Tile(tuple(refs), y_ref.shape[0], block_rows)
+    head = pl.program_id(1)
+    lane = jnp.arange(max(16, pl.next_power_of_2(half)), dtype=jnp.int32)
+    inside = None if half == lane.size else (lane < half)[None, :]
+    columns = [head * head_dim + lane, head * head_dim + half + lane]
+
+    @pl.when(tile.busy)
+    def _():
+        is_k = (head >= heads).astype(jnp.int32)
+        is_v = (head >= heads + kv_heads).astype(jnp.int32)
+        sums = [tile.load(y_ref, column, inside) for column in columns]
+        low, high = tile.add_product(sums, is_k + is_v, columns, inside)
+        shape = (block_rows, lane.size)
+        mask = mask_of(shape, tile.live[:, None], inside)
+
+        def write(ref, at, values, mask):
+            for start, value in zip((0, half), values, strict=True):
+                target = ref.at[(*at, (start + lane)[None, :])]
+                plgpu.store(target, value.astype(ref.dtype), mask=mask)
+
+        def rotated():
+            cos = tile.load(cos_ref, lane, inside)
+            sin = tile.load(sin_ref, lane, inside)
+            return low * cos - high * sin, high * cos + low * sin
+
+        @pl.when(head < heads)
+        def _():
+            write(q_ref, (tile.row[:, None], head), rotated(), mask)
+
+        def store(ref, kv_head, values):
+            page = load(page_ref.at[tile.row], tile.live)
+            there = tile.live & (page < num_pages)
+            # Dead lanes apart from each other and from all pages: see `tile_rows`.
+            outside = num_pages + jnp.arange(block_rows, dtype=jnp.int32)
+            page = jnp.where(there, page, outside)
+            offset = load(offset_ref.at[tile.row], tile.live)
+            at = (page[:, None], kv_head, offset[:, None])
+            write(ref, at, values, mask_of(shape, there[:, None], inside))
+
+        @pl.when((is_k - is_v) > 0)
+        def _():
+            store(k_ref, head - heads, rotated())
+
+        @pl.when(is_v > 0)
+        def _():
+            store(v_ref, head - heads - kv_heads, (low, high))
+
+
+def _tiles(shrunk: Shrunk | None, rows: int) -> tuple[int, int, tuple[Array, ...]]:
+    """Return the rows of a tile, the tiles, and the operands of the product."""
+    if shrunk is None:
+        return _BASE_ROWS, pl.cdiv(rows, _BASE_ROWS), ()
+    segments = shrunk.segments
+    return segments.block_rows, segments.num_tiles, shrunk.operands

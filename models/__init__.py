@@ -4,7 +4,12 @@ Knows arrays and files; nothing of requests, scheduling or text.
 """
 
 from punica_jax.models._adapter import Adapter, AdapterReport, ReportRow
-from punica_jax.models._checkpoint import CheckpointError, load_model, save_model
+from punica_jax.models._checkpoint import (
+    CheckpointError,
+    check_dtype,
+    load_model,
+    save_model,
+)
 from punica_jax.models._config import MODULE_GROUPS, MODULE_PATHS, LlamaConfig
 from punica_jax.models._hf_fields import ConfigError, UnsupportedConfigError
 from punica_jax.models._kv_cache import CachedAttention, KvCache, SeqTable
@@ -45,6 +50,7 @@ __all__ = [
     "SeqTable",
     "UnsupportedAdapterError",
     "UnsupportedConfigError",
+    "check_dtype",
     "dense_causal_attention",
     "load_model",
     "read_adapter",

@@ -105,7 +105,8 @@ class Adapter:
         }
         for module, (a, _) in self._factors.items():
             pages = -(-a.shape[0] // RANK_PAGE)
-            self._counts[module.group][module.layer, module.index] = pages
+            modules = slice(module.index, module.index + module.num_modules)
+            self._counts[module.group][module.layer, modules] = pages
 
     @property
     def rank(self) -> int:
@@ -149,7 +150,9 @@ class Adapter:
             lanes = max(0, min(a.shape[0] - first, RANK_PAGE))
             start = sum(d_outs[: module.index])
             columns = slice(start, start + module.d_out)
-            a_page[module.layer, module.index, :lanes] = a[first : first + lanes]
+            # A linear layer that is several modules has one A, and they all use it.
+            modules = slice(module.index, module.index + module.num_modules)
+            a_page[module.layer, modules, :lanes] = a[first : first + lanes]
             b_page[module.layer, :lanes, columns] = b[:, first : first + lanes].T
         return a_page, b_page
 

@@ -6,17 +6,21 @@ Knows names and widths only: no weights, no files, no adapters.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from punica_jax.models._config import MODULE_GROUPS, MODULE_PATHS, LlamaConfig
+from punica_jax.models._config import MODULE_GROUPS, LlamaConfig
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class BaseModule:
-    """One projection of one decoder layer.
+    """One linear layer of a checkpoint, in one decoder layer.
+
+    It is one module of a module group or, in families that store them as one, all.
 
     Attributes:
       layer: the decoder layer, from 0.
       group: its module group, a key of `MODULE_GROUPS`.
-      index: its place in that group, from 0.
+      index: the place in that group of its first module, from 0.
+      num_modules: how many modules of the group it is.
+      short_name: the name within its parent, such as "q_proj".
       d_in: width of its input.
       d_out: width of its output.
     """
@@ -24,18 +28,16 @@ class BaseModule:
     layer: int
     group: str
     index: int
+    num_modules: int
+    short_name: str
     d_in: int
     d_out: int
 
     @property
-    def short_name(self) -> str:
-        """The name within its parent, such as "q_proj"."""
-        return MODULE_GROUPS[self.group][self.index]
-
-    @property
     def name(self) -> str:
         """The name within its layer, such as "self_attn.q_proj"."""
-        return MODULE_PATHS[self.short_name]
+        parent = "self_attn" if self.group in ("qkv", "o") else "mlp"
+        return f"{parent}.{self.short_name}"
 
     @property
     def path(self) -> str:
@@ -44,9 +46,12 @@ class BaseModule:
 
 
 def base_modules(config: LlamaConfig) -> Iterator[BaseModule]:
-    """Yield every module that can have a LoRA, layer by layer, group by group."""
+    """Yield every linear layer that can have a LoRA, layer by layer, group by group."""
     for layer in range(config.num_layers):
-        for group in MODULE_GROUPS:
+        for group, names in MODULE_GROUPS.items():
             d_in, d_outs = config.d_in(group), config.d_outs(group)
-            for index, d_out in enumerate(d_outs):
-                yield BaseModule(layer, group, index, d_in, d_out)
+            if fused := config.family.fused.get(group):
+                yield BaseModule(layer, group, 0, len(names), fused, d_in, sum(d_outs))
+                continue
+            for index, (name, d_out) in enumerate(zip(names, d_outs, strict=True)):
+                yield BaseModule(layer, group, index, 1, name, d_in, d_out)

@@ -47,6 +47,11 @@ _STORED_DTYPES = {"F32": 4, "BF16": 2, "F16": 2}
 # Buffers that old versions of transformers wrote; they follow from the configuration.
 _DERIVED_TENSOR = re.compile(r"rotary_emb\.inv_freq$")
 _HEAD = "lm_head.weight"
+# What GPTQ, AWQ, bitsandbytes, fp8 and compressed-tensors add to a linear layer.
+_QUANTISED_TENSOR = re.compile(
+    r"\.(qweight|qzeros|scales|g_idx|SCB|weight_(scale|scale_inv|packed|zero_point)|"
+    r"(input|k|v)_scale|weight\.(absmax|quant_map|nested_absmax|quant_state\..*))$"
+)
 
 
 class CheckpointError(ValueError):
@@ -66,9 +71,10 @@ def load_model(
     *,
     dtype: Any = jnp.float32,
     max_model_len: int | None = None,
+    config: LlamaConfig | None = None,
     progress: bool = True,
 ) -> Llama:
-    """Read a Hugging Face Llama directory onto the default device.
+    """Read a Hugging Face model directory onto the default device.
 
     The tensors are read one at a time, and each is on the device before the next is
     read: beyond the model itself, the host holds one of them.
@@ -79,6 +85,7 @@ def load_model(
         bfloat16 or float16.
       dtype: what the weights are cast to: one of those three.
       max_model_len: see `LlamaConfig.from_hf`.
+      config: what `config.json` says, where the caller has read it; None reads it.
       progress: show a progress bar on standard error.
 
     Returns:
@@ -91,12 +98,10 @@ def load_model(
       ConfigError: `config.json` is missing, broken or not supported.
       ValueError: `dtype` is none of the three.
     """
-    if jnp.dtype(dtype).name not in _DTYPES:
-        raise ValueError(
-            f"dtype must be one of {_DTYPES}, got {jnp.dtype(dtype).name!r}"
-        )
+    check_dtype(dtype)
     path = Path(path)
-    config = LlamaConfig.from_dir(path, max_model_len=max_model_len)
+    if config is None:
+        config = LlamaConfig.from_dir(path, max_model_len=max_model_len)
     model = nnx.eval_shape(lambda: Llama(config, dtype=dtype, rngs=nnx.Rngs(0)))
     parts = _parts(model)
     with _open_files(path) as sources:
@@ -105,6 +110,16 @@ def load_model(
         for name in _with_progress(names, sources, progress):
             _load_part(parts[name], name, sources[name], jnp.dtype(dtype))
     return model
+
+
+def check_dtype(dtype: Any) -> None:
+    """Raise ValueError unless weights can have a type: float32, bfloat16, float16."""
+    try:
+        name = jnp.dtype(dtype).name
+    except TypeError:
+        name = dtype
+    if name not in _DTYPES:
+        raise ValueError(f"dtype must be one of {_DTYPES}, got {name!r}")
 
 
 def save_model(
@@ -165,6 +180,9 @@ def _parts(model: Llama) -> dict[str, _Part]:
         norm, mlp_norm = layer.input_norm.weight, layer.mlp_norm.weight
         parts[f"{prefix}.input_layernorm.weight"] = whole(norm)
         parts[f"{prefix}.post_attention_layernorm.weight"] = whole(mlp_norm)
+        for name, head_norm in (("q_norm", layer.q_norm), ("k_norm", layer.k_norm)):
+            if head_norm is not None:
+                parts[f"{prefix}.self_attn.{name}.weight"] = whole(head_norm.weight)
     for module in base_modules(model.config):
         linear = getattr(model.layers[module.layer], module.group)
         first = sum(linear.d_outs[: module.index])
@@ -246,6 +264,13 @@ def _check_tensors(
         # A head that is no part of the model is a copy of the embedding it is tied to.
         return bool(_DERIVED_TENSOR.search(name)) or name == _HEAD
 
+    quantised = [n for n in sources if n not in parts and _QUANTISED_TENSOR.search(n)]
+    if quantised:
+        raise CheckpointError(
+            f"{path}: the weights are quantised (there is a tensor {quantised[0]}), "
+            "which is not supported: take the checkpoint that these were made from, "
+            "in bfloat16, float16 or float32"
+        )
     problems = []
     missing = [name for name in parts if name not in sources]
     if missing:

@@ -60,36 +60,46 @@ class RMSNorm(nnx.Module):
         self.weight = nnx.Param(jnp.ones((width,), dtype))
         self.eps = eps
 
-    def __call__(self, x: Float[Array, "rows width"]) -> Float[Array, "rows width"]:
+    def __call__(self, x: Float[Array, "*rows width"]) -> Float[Array, "*rows width"]:
         wide = x.astype(jnp.float32)
         variance = jnp.square(wide).mean(axis=-1, keepdims=True)
         normed = (wide * lax.rsqrt(variance + self.eps)).astype(x.dtype)
-        return self.weight[...][None, :] * normed
+        return jnp.expand_dims(self.weight[...], range(x.ndim - 1)) * normed
 
 
 def rotary_tables(
-    positions: Int32[Array, "rows"], inv_freq: Float[Array, "pairs"], dtype: Any
-) -> tuple[Float[Array, "rows head_dim"], Float[Array, "rows head_dim"]]:
+    positions: Int32[Array, "rows"],
+    inv_freq: Float[Array, "pairs"],
+    dtype: Any,
+    amplitude: float = 1.0,
+) -> tuple[Float[Array, "rows rotary_dim"], Float[Array, "rows rotary_dim"]]:
     """Return the cosine and sine of each row's angles, once for all layers.
 
     Args:
       positions: each row's place in its sequence, from 0.
       inv_freq: angle per position of each pair of lanes, float32.
       dtype: what the tables, computed in float32, are rounded to.
+      amplitude: what multiplies them.
     """
     angles = positions.astype(jnp.float32)[:, None] * inv_freq[None, :]
     angles = jnp.concatenate([angles, angles], axis=-1)
-    return jnp.cos(angles).astype(dtype), jnp.sin(angles).astype(dtype)
+    cos, sin = jnp.cos(angles) * amplitude, jnp.sin(angles) * amplitude
+    return cos.astype(dtype), sin.astype(dtype)
 
 
 def rotate(
     x: Float[Array, "rows heads head_dim"],
-    tables: tuple[Float[Array, "rows head_dim"], Float[Array, "rows head_dim"]],
+    tables: tuple[Float[Array, "rows rotary_dim"], Float[Array, "rows rotary_dim"]],
 ) -> Float[Array, "rows heads head_dim"]:
-    """Turn each pair of lanes `(i, i + head_dim / 2)` by its row's angle."""
+    """Turn each pair of lanes `(i, i + rotary_dim / 2)` by its row's angle.
+
+    Lanes from `rotary_dim` on, where the tables are narrower than a head, stay.
+    """
     cos, sin = (table[:, None, :] for table in tables)
-    low, high = jnp.split(x, 2, axis=-1)
-    return x * cos + jnp.concatenate([-high, low], axis=-1) * sin
+    turned, kept = jnp.split(x, [cos.shape[-1]], axis=-1)
+    low, high = jnp.split(turned, 2, axis=-1)
+    turned = turned * cos + jnp.concatenate([-high, low], axis=-1) * sin
+    return jnp.concatenate([turned, kept], axis=-1) if kept.size else turned
 
 
 class LoraLinear(nnx.Module):

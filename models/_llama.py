@@ -1,4 +1,4 @@
-"""Llama: a decoder on flat rows, one forward for prefill, decode and training.
+"""Llama and its kin: a decoder on flat rows, one forward for prefill, decode, training.
 
 Knows tokens, positions and layers. Knows nothing of caches, sequences or files: how a
 row sees the others is the `attend` function's business.
@@ -40,10 +40,15 @@ class DecoderLayer(nnx.Module):
                 rngs=rngs,
             )
 
-        self.input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
-        self.qkv = linear("qkv", config.attention_bias)
+        def norm(width: int) -> RMSNorm:
+            return RMSNorm(width, config.rms_norm_eps, dtype=dtype)
+
+        self.input_norm = norm(config.hidden_size)
+        self.qkv = linear("qkv", config.qkv_bias)
         self.o = linear("o", config.attention_bias)
-        self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
+        self.q_norm = norm(config.head_dim) if config.family.qk_norm else None
+        self.k_norm = norm(config.head_dim) if config.family.qk_norm else None
+        self.mlp_norm = norm(config.hidden_size)
         self.gate_up = linear("gate_up", config.mlp_bias)
         self.down = linear("down", config.mlp_bias)
         self.head_dim = config.head_dim
@@ -70,6 +75,8 @@ class DecoderLayer(nnx.Module):
         rows = x.shape[0]
         qkv = self.qkv.split(linear("qkv", self.input_norm(x)))
         q, k, v = (part.reshape(rows, -1, self.head_dim) for part in qkv)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
         attended = attend(index, rotate(q, rotary), rotate(k, rotary), v)
         x = x + linear("o", attended.reshape(rows, -1))
         gate, up = self.gate_up.split(linear("gate_up", self.mlp_norm(x)))
@@ -78,7 +85,7 @@ class DecoderLayer(nnx.Module):
 
 
 class Llama(nnx.Module):
-    """A Llama of any generation.
+    """A Llama-shaped decoder of any family that `LlamaConfig` describes.
 
     Attributes:
       config: its sizes.
@@ -156,10 +163,10 @@ class Llama(nnx.Module):
                 f"{'segments' if lora is None else 'lora'} alone"
             )
         config = self.config
-        inv_freq = inverse_frequencies(
-            config.head_dim, config.rope_theta, config.rope_scaling
-        )
-        rotary = rotary_tables(positions, jnp.asarray(inv_freq), self.dtype)
+        scaling = config.rope_scaling
+        inv_freq = inverse_frequencies(config.rotary_dim, config.rope_theta, scaling)
+        amplitude = 1.0 if scaling is None else scaling.amplitude
+        rotary = rotary_tables(positions, jnp.asarray(inv_freq), self.dtype, amplitude)
         x = self.embed[...].at[tokens].get(mode="clip")
         for index, layer in enumerate(self.layers):
             pools = None if lora is None else lora.layer(index)

@@ -1,6 +1,6 @@
-"""Rotary frequencies: how a `config.json` spells them and what they come to.
+"""Rotary frequencies: the forms in which they are stretched, and what they come to.
 
-Knows no positions and no arrays of a model.
+Knows no positions, no arrays of a model and no spelling of a file.
 """
 
 import math
@@ -10,23 +10,35 @@ from typing import Any
 
 import numpy as np
 
-from punica_jax.models._hf_fields import (
-    ConfigError,
-    UnsupportedConfigError,
-    check_positive,
-)
+from punica_jax.models._hf_fields import ConfigError, check_positive
 
-_FIELDS: Mapping[str, tuple[str, ...]] = {
-    "default": (),
-    "linear": ("factor",),
-    "dynamic": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-}
-_COMMON_FIELDS = frozenset(
-    "rope_type type rope_theta partial_rotary_factor "
-    "original_max_position_embeddings".split()
-)
 DEFAULT_ROPE_THETA = 10000.0
+# Form -> the fields of `RopeScaling` that it must have, and those that it may have.
+SCALING_FIELDS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "linear": (("factor",), ()),
+    "llama3": (
+        (
+            "factor",
+            "low_freq_factor",
+            "high_freq_factor",
+            "original_max_position_embeddings",
+        ),
+        (),
+    ),
+    "yarn": (
+        ("factor", "original_max_position_embeddings"),
+        ("attention_factor", "beta_fast", "beta_slow", "truncate"),
+    ),
+    "longrope": (
+        (
+            "factor",
+            "short_factor",
+            "long_factor",
+            "original_max_position_embeddings",
+        ),
+        ("attention_factor",),
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,12 +46,22 @@ class RopeScaling:
     """How rotary frequencies are stretched past the trained length.
 
     Attributes:
-      rope_type: "linear" (every frequency over `factor`) or "llama3" (only the low
-        ones, with a smooth passage).
-      factor: at least 1.
-      low_freq_factor, high_freq_factor, original_max_position_embeddings: "llama3"
-        only. Wavelengths above `original / low` are divided, those below
-        `original / high` kept.
+      rope_type: "linear" (every frequency over `factor`), "llama3" (only the low ones,
+        with a smooth passage), "yarn" (the same by another passage, with larger
+        embeddings) or "longrope" (each over a number of its own).
+      factor: at least 1; of "longrope" it only enlarges the embeddings.
+      original_max_position_embeddings: the trained length; not for "linear".
+      low_freq_factor, high_freq_factor: "llama3" only. Wavelengths above
+        `original / low` are divided, those below `original / high` kept.
+      beta_slow, beta_fast: "yarn" only. Frequencies that turn less than `beta_slow`
+        times in the trained length are divided, those that turn more than `beta_fast`
+        times kept.
+      truncate: "yarn" only; the passage begins and ends at whole pairs of lanes.
+      short_factor, long_factor: "longrope" only, a number for each pair of lanes. The
+        short ones hold up to the trained length, and only they are used here; the long
+        ones are kept for `LlamaConfig.to_hf`.
+      attention_factor: what multiplies the rotary embeddings of "yarn" and "longrope";
+        None for what their papers say.
 
     Raises:
       ConfigError: a value is out of its range.
@@ -47,138 +69,102 @@ class RopeScaling:
 
     rope_type: str
     factor: float
+    original_max_position_embeddings: int = 8192
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
-    original_max_position_embeddings: int = 8192
+    beta_slow: float = 1.0
+    beta_fast: float = 32.0
+    truncate: bool = True
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+    attention_factor: float | None = None
 
     def __post_init__(self) -> None:
-        if self.rope_type not in ("linear", "llama3"):
+        if self.rope_type not in SCALING_FIELDS:
             raise ConfigError(
-                f"rope_type must be 'linear' or 'llama3', got {self.rope_type!r}"
+                f"rope_type must be one of {sorted(SCALING_FIELDS)}, "
+                f"got {self.rope_type!r}"
             )
-        for name in _FIELDS["llama3"]:
+        numbers = "factor low_freq_factor high_freq_factor beta_slow beta_fast"
+        for name in numbers.split():
             check_positive(name, getattr(self, name), float)
         name = "original_max_position_embeddings"
         check_positive(name, getattr(self, name), int)
+        if self.original_max_position_embeddings < 2:
+            raise ConfigError(f"rope {name} must be at least 2, got 1")
+        if self.attention_factor is not None:
+            check_positive("attention_factor", self.attention_factor, float)
+        for name in ("short_factor", "long_factor"):
+            for index, value in enumerate(getattr(self, name)):
+                check_positive(f"{name}[{index}]", value, float)
+        if not isinstance(self.truncate, bool):
+            raise ConfigError(f"truncate must be true or false, got {self.truncate!r}")
         if self.factor < 1:
             raise ConfigError(f"rope factor must be at least 1, got {self.factor}")
-        if self.high_freq_factor <= self.low_freq_factor:
-            raise ConfigError(
-                "rope high_freq_factor must be greater than low_freq_factor, got "
-                f"{self.high_freq_factor} and {self.low_freq_factor}"
-            )
+        for low, high in (
+            ("low_freq_factor", "high_freq_factor"),
+            ("beta_slow", "beta_fast"),
+        ):
+            if getattr(self, high) <= getattr(self, low):
+                raise ConfigError(
+                    f"rope {high} must be greater than {low}, got "
+                    f"{getattr(self, high)} and {getattr(self, low)}"
+                )
+
+    @property
+    def amplitude(self) -> float:
+        """What multiplies the cosines and sines."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.rope_type == "yarn":
+            return yarn_mscale(self.factor, 1.0)
+        if self.rope_type == "longrope":
+            original = self.original_max_position_embeddings
+            return math.sqrt(1 + math.log(self.factor) / math.log(original))
+        return 1.0
 
     def to_hf(self) -> dict[str, Any]:
         """Return the object that stands under `rope_scaling` in a `config.json`."""
-        hf = {"rope_type": self.rope_type}
-        hf |= {name: getattr(self, name) for name in _FIELDS[self.rope_type]}
-        if self.rope_type == "llama3":
-            name = "original_max_position_embeddings"
-            hf[name] = getattr(self, name)
+        required, optional = SCALING_FIELDS[self.rope_type]
+        hf: dict[str, Any] = {"rope_type": self.rope_type}
+        for name in required + optional:
+            value = getattr(self, name)
+            if value is not None:
+                hf[name] = list(value) if isinstance(value, tuple) else value
         return hf
 
 
-def read_rope(
-    hf: Mapping[str, Any], max_len: int, max_model_len: int | None
-) -> tuple[float, RopeScaling | None, int]:
-    """Read `rope_theta` and `rope_scaling`, or `rope_parameters`, which holds both.
-
-    Args:
-      hf: fields of a `config.json`, none of them null.
-      max_len: what `max_position_embeddings` says.
-      max_model_len: tokens of the longest sequence that will be run, if known.
-
-    Returns:
-      theta, the scaling, and the length up to which they hold.
-
-    Raises:
-      UnsupportedConfigError: a field is unknown, or asks for what is not supported.
-      ConfigError: a field is missing or out of its range.
-    """
-    tables = {}
-    for name in ("rope_parameters", "rope_scaling"):
-        if hf.get(name):
-            if not isinstance(hf[name], Mapping):
-                raise UnsupportedConfigError(name, hf[name], "it must be an object")
-            tables[name] = {k: v for k, v in hf[name].items() if v is not None}
-    scalings = [
-        _read_scaling(name, table, max_len, max_model_len)
-        for name, table in tables.items()
-    ]
-    thetas = [t["rope_theta"] for t in (*tables.values(), hf) if "rope_theta" in t]
-    if len(set(scalings)) > 1 or any(theta != thetas[0] for theta in thetas):
-        raise UnsupportedConfigError(
-            "rope_parameters",
-            hf.get("rope_parameters"),
-            f"it must agree with rope_scaling {hf.get('rope_scaling')!r} and "
-            f"rope_theta {hf.get('rope_theta')!r}",
-        )
-    scaling, max_len = scalings[0] if scalings else (None, max_len)
-    return thetas[0] if thetas else DEFAULT_ROPE_THETA, scaling, max_len
-
-
-def _read_scaling(
-    name: str, table: Mapping[str, Any], max_len: int, max_model_len: int | None
-) -> tuple[RopeScaling | None, int]:
-    rope_type = table.get("rope_type", table.get("type", "default"))
-    if not isinstance(rope_type, str) or rope_type not in _FIELDS:
-        raise UnsupportedConfigError(
-            f"{name}.rope_type", rope_type, f"it must be one of {sorted(_FIELDS)}"
-        )
-    for field, value in table.items():
-        if field not in _FIELDS[rope_type] and field not in _COMMON_FIELDS:
-            raise UnsupportedConfigError(
-                f"{name}.{field}", value, f"rope_type {rope_type!r} does not have it"
-            )
-    if table.get("partial_rotary_factor", 1.0) != 1.0:
-        raise UnsupportedConfigError(
-            f"{name}.partial_rotary_factor",
-            table["partial_rotary_factor"],
-            "it must be 1.0 or null",
-        )
-    for field in _FIELDS[rope_type]:
-        if field not in table:
-            raise ConfigError(
-                f"config field '{name}.{field}' is required by rope_type "
-                f"{rope_type!r} and missing"
-            )
-        check_positive(f"{name}.{field}", table[field], float)
-    original = table.get("original_max_position_embeddings", max_len)
-    check_positive(f"{name}.original_max_position_embeddings", original, int)
-    if rope_type == "default":
-        return None, max_len
-    if rope_type == "dynamic":
-        within = min(original, max_len)
-        if max_model_len is None or max_model_len > within:
-            raise UnsupportedConfigError(
-                f"{name}.rope_type",
-                rope_type,
-                f"pass max_model_len of at most the original length {within}, where "
-                f"dynamic scaling changes nothing (max_model_len is {max_model_len})",
-            )
-        return None, within
-    values = {field: table[field] for field in _FIELDS[rope_type]}
-    if rope_type == "llama3":
-        values["original_max_position_embeddings"] = original
-    return RopeScaling(rope_type=rope_type, **values), max_len
+def yarn_mscale(factor: float, weight: float) -> float:
+    """Return by how much a stretch enlarges the embeddings (YaRN, arXiv 2309.00071)."""
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
 def inverse_frequencies(
-    head_dim: int, theta: float, scaling: RopeScaling | None
+    rotary_dim: int, theta: float, scaling: RopeScaling | None
 ) -> np.ndarray:
-    """Return the angle per position of each pair of lanes, `f32[head_dim // 2]`.
+    """Return the angle per position of each pair of lanes, `f32[rotary_dim // 2]`.
 
     Rounds where transformers rounds: an error in the last bit here is 1e-2 radians
-    at position 100,000. Source of "llama3": Llama 3.1's reference code.
+    at position 100,000.
     """
-    exponent = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+    exponent = np.arange(0, rotary_dim, 2, dtype=np.float32) / np.float32(rotary_dim)
     # The power alone in float64: numpy's own float32 power is not correctly rounded.
     power = np.power(float(np.float32(theta)), exponent.astype(np.float64))
-    inv_freq = np.float32(1) / power.astype(np.float32)
+    power = power.astype(np.float32)
+    one = np.float32(1)
     if scaling is None:
-        return inv_freq
+        return one / power
     if scaling.rope_type == "linear":
-        return inv_freq / np.float32(scaling.factor)
+        return one / power / np.float32(scaling.factor)
+    if scaling.rope_type == "longrope":
+        return one / (np.array(scaling.short_factor, np.float32) * power)
+    if scaling.rope_type == "yarn":
+        return _yarn(power, theta, scaling)
+    return _llama3(one / power, scaling)
+
+
+def _llama3(inv_freq: np.ndarray, scaling: RopeScaling) -> np.ndarray:
+    """Source: Llama 3.1's reference code."""
     original = scaling.original_max_position_embeddings
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     factor = np.float32(scaling.factor)
@@ -191,3 +177,28 @@ def inverse_frequencies(
     smooth = smooth / np.float32(high - low)
     between = (one - smooth) * inv_freq / factor + smooth * inv_freq
     return np.where(is_low, inv_freq / factor, np.where(is_high, inv_freq, between))
+
+
+def _yarn(power: np.ndarray, theta: float, scaling: RopeScaling) -> np.ndarray:
+    """Source: YaRN, arXiv 2309.00071, section 3.2. The plain ones are 1 / `power`."""
+    pairs = len(power)
+    original = scaling.original_max_position_embeddings
+
+    def lane_that_turns(times: float) -> float:
+        """Which lane makes that many whole turns in the trained length."""
+        turns = math.log(original / (times * 2 * math.pi))
+        return 2 * pairs * turns / (2 * math.log(theta))
+
+    first = lane_that_turns(scaling.beta_fast)
+    last = lane_that_turns(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, 2 * pairs - 1)
+    if first == last:
+        last += 0.001  # else a division by zero; transformers' number
+    one = np.float32(1)
+    lane = np.arange(pairs, dtype=np.float32)
+    ramp = (lane - np.float32(first)) / np.float32(last - first)
+    kept = one - np.clip(ramp, np.float32(0), one)
+    divided = one / (np.float32(scaling.factor) * power)
+    return divided * (one - kept) + one / power * kept

@@ -1,4 +1,4 @@
-"""Make `tests/golden/llama`: random Llamas and adapters, and the logits they give.
+"""Make `tests/golden/llama`: random models and adapters, and the logits they give.
 
 Needs torch, transformers and peft, which the tests do not:
 
@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 ROOT = Path(__file__).parent / "golden" / "llama"
 SEED = 2310_18547
@@ -45,6 +45,20 @@ LLAMA3 = {
     "original_max_position_embeddings": 32,
 }
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 3.0,
+}
+# All sequences here are shorter than the trained length: the long ones stay unused.
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.25, 1.75, 2.5],
+    "long_factor": [1.5, 4.0, 9.0, 20.0],
+}
+# A key is the folder's name; the order gives the seeds, so new ones go to the end.
 MODELS = {
     "mha": {"num_key_value_heads": 4},
     "gqa": {},
@@ -58,6 +72,21 @@ MODELS = {
         "hidden_size": 40,
         "num_attention_heads": 5,
         "num_key_value_heads": 1,
+    },
+    "mistral": {"model_type": "mistral", "sliding_window": 48},
+    "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True},
+    "qwen3": {"model_type": "qwen3", "head_dim": 16},
+    "phi3": {"model_type": "phi3", "pad_token_id": None},
+    "rope_yarn": {"rope_parameters": YARN},
+    # As Phi-4-mini is: a part of each head is rotated.
+    "rope_longrope": {
+        "model_type": "phi3",
+        "pad_token_id": None,
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "rope_parameters": LONGROPE | {"partial_rotary_factor": 0.5},
+        "original_max_position_embeddings": 48,
+        "sliding_window": 64,
     },
 }
 # What the weights are rounded to and stored in; the logits are float32 all the same.
@@ -97,13 +126,31 @@ MANY = FEW | {
         "lora_alpha": 2,
     },
 }
-ADAPTERS = {"gqa": MANY}
+# Linear layers that are several modules: one A, and a B over all their outputs.
+FUSED = {
+    "qkv": {"target_modules": ["qkv_proj"], "r": 4, "lora_alpha": 8},
+    "all": {
+        "target_modules": "all-linear",
+        "r": 3,
+        "lora_alpha": 5,
+        "use_rslora": True,
+        "rank_pattern": {"layers.1.mlp.gate_up_proj": 18},
+    },
+}
+ADAPTERS = {"gqa": MANY, "phi3": FUSED, "rope_longrope": FUSED}
 
 
-def make_model(name: str, generator: torch.Generator) -> LlamaForCausalLM:
+def load(folder: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
+
+
+def make_model(name: str, generator: torch.Generator) -> PreTrainedModel:
     """Save a random model, and return it in float32 as saved."""
-    config = LlamaConfig(**(BASE | MODELS[name]))
-    model = LlamaForCausalLM(config).requires_grad_(False)
+    fields = BASE | {"model_type": "llama"} | MODELS[name]
+    config = AutoConfig.for_model(**fields)
+    model = AutoModelForCausalLM.from_config(config).requires_grad_(False)
     randomize(model.named_parameters(), generator)
     folder = ROOT / name
     model.to(STORED.get(name, STORED_BY_DEFAULT))
@@ -118,9 +165,7 @@ def make_model(name: str, generator: torch.Generator) -> LlamaForCausalLM:
         fields["rope_scaling"] = {"type": rope_type, **rope} if rope else None
         fields["torch_dtype"] = fields.pop("dtype")
         file.write_text(json.dumps(fields, indent=2) + "\n")
-    return LlamaForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
-    )
+    return load(folder)
 
 
 def randomize(
@@ -148,8 +193,7 @@ def make_adapter(
     name: str, fields: dict, folder: Path, generator: torch.Generator
 ) -> None:
     """Save a random adapter for the model of that folder."""
-    base = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    model = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", **fields))
+    model = get_peft_model(load(folder), LoraConfig(task_type="CAUSAL_LM", **fields))
     with torch.no_grad():
         loras = [item for item in model.named_parameters() if "lora_" in item[0]]
         randomize(loras, generator)
@@ -163,7 +207,7 @@ def make_adapter(
 
 
 def make_expected(
-    model: LlamaForCausalLM, folder: Path, adapters: list[str], rng: np.random.Generator
+    model: PreTrainedModel, folder: Path, adapters: list[str], rng: np.random.Generator
 ) -> None:
     """Save tokens and logits of a few sequences, each with one adapter or none."""
     variants = [None, *adapters]
@@ -176,10 +220,9 @@ def make_expected(
         tokens = rng.integers(0, model.config.vocab_size, length, dtype=np.int32)
         runs = model
         if adapter is not None:
-            base = LlamaForCausalLM.from_pretrained(
-                folder, dtype=torch.float32, attn_implementation="eager"
+            runs = PeftModel.from_pretrained(
+                load(folder), folder / "adapters" / adapter
             )
-            runs = PeftModel.from_pretrained(base, folder / "adapters" / adapter)
         with torch.no_grad():
             logits = runs(torch.tensor(tokens[None].astype(np.int64))).logits[0]
         arrays[f"tokens_{seq}"] = tokens

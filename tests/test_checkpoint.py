@@ -14,6 +14,7 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from punica_jax.models import (
+    MODULE_PATHS,
     CheckpointError,
     ConfigError,
     Llama,
@@ -113,6 +114,64 @@ def test_tensors_are_named_and_laid_out_as_hugging_face_does(model, saved):
     )
     np.testing.assert_array_equal(tensors["lm_head.weight"], model.lm_head[...])
     assert json.loads((saved / "config.json").read_text())["torch_dtype"] == "float32"
+
+
+# What a layer of each family has that a Llama's has not, and the other way round.
+LAYER = "model.layers.1."
+BIASES = {f"{LAYER}self_attn.{name}_proj.bias" for name in "qkv"}
+HEAD_NORMS = {f"{LAYER}self_attn.{name}_norm.weight" for name in "qk"}
+FUSED = {f"{LAYER}self_attn.qkv_proj.weight", f"{LAYER}mlp.gate_up_proj.weight"}
+APART = {f"{LAYER}self_attn.{name}_proj.weight" for name in "qkv"}
+APART |= {f"{LAYER}mlp.{name}_proj.weight" for name in ("gate", "up")}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "more", "fewer"),
+    [
+        ("qwen2", BIASES, set()),
+        ("qwen3", HEAD_NORMS, set()),
+        ("phi3", FUSED, APART),
+    ],
+)
+def test_families(tmp_path, model_type, more, fewer):
+    plain = dataclasses.replace(CONFIG, attention_bias=False)
+    config = dataclasses.replace(plain, model_type=model_type)
+    model = random_model(config)
+    save_model(model, tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["architectures"] == [
+        f"{model_type.capitalize()}ForCausalLM"
+    ]
+    tensors = tensors_of(tmp_path)
+    of_layer = {name for name in tensors if name.startswith(LAYER)}
+    of_llama = {
+        f"{LAYER}{name}.weight"
+        for name in (
+            "input_layernorm",
+            "post_attention_layernorm",
+            *MODULE_PATHS.values(),
+        )
+    }
+    assert of_layer == (of_llama | more) - fewer
+    if model_type == "phi3":
+        layer = model.layers[1]
+        for linear, group in (("self_attn.qkv", "qkv"), ("mlp.gate_up", "gate_up")):
+            weight = getattr(layer, group).weight[...]
+            got = tensors[f"{LAYER}{linear}_proj.weight"]
+            np.testing.assert_array_equal(got, weight)
+    assert_same(load_model(tmp_path, progress=False), model)
+
+
+@pytest.mark.parametrize(
+    "name", ["qweight", "weight_scale_inv", "weight.quant_state.bitsandbytes__nf4"]
+)
+def test_quantised_weights_are_refused_by_name(folder, name):
+    tensors = tensors_of(folder)
+    del tensors[Q]
+    name = Q.replace("weight", name)
+    rewrite(folder, tensors | {name: np.ones((4, 4), np.int32)})
+    message = error_of(folder)
+    assert f"the weights are quantised (there is a tensor {name})" in message
+    assert "missing" not in message
 
 
 @pytest.mark.parametrize("max_shard_bytes", [1, 9000, 10**9])
@@ -298,8 +357,8 @@ def test_the_configuration_is_checked(folder):
         load_model(folder)
     dynamic = {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}
     file.write_text(json.dumps(fields | dynamic))
-    with pytest.raises(UnsupportedConfigError, match="at most the original length"):
-        load_model(folder)
+    with pytest.raises(UnsupportedConfigError, match="max_model_len of at most 2048"):
+        load_model(folder, max_model_len=2049)
     loaded = load_model(folder, max_model_len=2048, progress=False)
     assert loaded.config == CONFIG
     with pytest.raises(ConfigError, match=re.escape(str(folder / "no"))):

@@ -1,4 +1,6 @@
+import dataclasses
 import json
+import math
 import re
 
 import numpy as np
@@ -14,7 +16,8 @@ from punica_jax.models import (
     RopeScaling,
     UnsupportedConfigError,
 )
-from punica_jax.models._rope import inverse_frequencies
+from punica_jax.models._families import FAMILIES
+from punica_jax.models._rope import SCALING_FIELDS, inverse_frequencies
 
 # As published, token ids and bookkeeping fields included.
 LLAMA_2_7B = {
@@ -183,39 +186,117 @@ DYNAMIC = SMALL | {
 }
 
 
-def test_dynamic_scaling_within_the_original_length_is_none():
+@pytest.mark.parametrize("max_model_len", [None, 512])
+def test_dynamic_scaling_within_the_trained_length_is_none(max_model_len):
     plain = LlamaConfig.from_hf(SMALL | {"max_position_embeddings": 512})
-    assert LlamaConfig.from_hf(DYNAMIC, max_model_len=512) == plain
+    assert LlamaConfig.from_hf(DYNAMIC, max_model_len=max_model_len) == plain
 
 
-@pytest.mark.parametrize("max_model_len", [None, 513])
-def test_dynamic_scaling_beyond_the_original_length(max_model_len):
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"type": "dynamic", "factor": 2.0},
+        {"type": "su", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4},
+    ],
+)
+def test_what_depends_on_the_length_is_refused_beyond_the_trained_one(rope):
     with pytest.raises(UnsupportedConfigError) as caught:
-        LlamaConfig.from_hf(DYNAMIC, max_model_len=max_model_len)
+        LlamaConfig.from_hf(DYNAMIC | {"rope_scaling": rope}, max_model_len=513)
     assert caught.value.field == "rope_scaling.rope_type"
-    assert caught.value.value == "dynamic"
-    assert "max_model_len of at most the original length 512" in str(caught.value)
-    assert f"(max_model_len is {max_model_len})" in str(caught.value)
+    assert caught.value.value in ("dynamic", "longrope")
+    assert "pass max_model_len of at most 512, the trained length" in str(caught.value)
+    assert "(max_model_len is 513)" in str(caught.value)
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ({}, 0.1 * math.log(4) + 1),
+        ({"attention_factor": 0.7, "mscale": 2.0, "mscale_all_dim": 1.0}, 0.7),
+        ({"mscale": 2.0, "mscale_all_dim": 0.5}, 1.2772588722 / 1.0693147181),
+        ({"mscale": 2.0}, 0.1 * math.log(4) + 1),
+        ({"factor": None}, 0.1 * math.log(8) + 1),  # 1024 over 128
+        ({"factor": 1.0}, 1.0),
+    ],
+)
+def test_yarn_enlarges_the_embeddings(more, expected):
+    fields = SMALL | {"max_position_embeddings": 1024, "rope_scaling": YARN | more}
+    config = LlamaConfig.from_hf(fields)
+    assert config.rope_scaling is not None
+    assert config.rope_scaling.amplitude == pytest.approx(expected, rel=1e-9)
+    assert config.max_position_embeddings == 1024
+
+
+def test_yarn_lengthens_a_model_whose_length_was_not_written_anew():
+    """As the model cards of Qwen say to: `rope_scaling` is added, nothing else."""
+    fields = SMALL | {"max_position_embeddings": 128, "rope_scaling": YARN}
+    assert LlamaConfig.from_hf(fields).max_position_embeddings == 512
+
+
+def test_all_of_yarn_is_read():
+    more = {"beta_fast": 16.0, "beta_slow": 2, "truncate": False, "finetuned": True}
+    config = LlamaConfig.from_hf(SMALL | {"rope_scaling": YARN | more})
+    assert config.rope_scaling == RopeScaling(
+        **YARN, beta_fast=16.0, beta_slow=2, truncate=False
+    )
+
+
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.5, 2.0, 3.0],
+    "long_factor": [1.0, 4.0, 9.0, 16.0],
+}
+
+
+def test_longrope_holds_up_to_the_trained_length():
+    lengths = {
+        "max_position_embeddings": 1024,
+        "original_max_position_embeddings": 256,
+    }
+    config = LlamaConfig.from_hf(SMALL | lengths | {"rope_scaling": LONGROPE})
+    assert config.max_position_embeddings == 256
+    assert config.rope_scaling == RopeScaling(
+        rope_type="longrope",
+        factor=4.0,
+        original_max_position_embeddings=256,
+        short_factor=(1.0, 1.5, 2.0, 3.0),
+        long_factor=(1.0, 4.0, 9.0, 16.0),
+    )
+    assert config.rope_scaling is not None
+    assert config.rope_scaling.amplitude == math.sqrt(1 + math.log(4) / math.log(256))
+    inside = {"rope_scaling": LONGROPE | {"original_max_position_embeddings": 256}}
+    inside |= {"max_position_embeddings": 1024}
+    assert LlamaConfig.from_hf(SMALL | inside) == config
+    with pytest.raises(ConfigError, match="at most the trained length 256 with rope_"):
+        dataclasses.replace(config, max_position_embeddings=257)
 
 
 @pytest.mark.parametrize(
     ("fields", "name", "rule"),
     [
-        ({"model_type": "mixtral"}, "model_type", "must be one of ['llama']"),
-        ({"model_type": None}, "model_type", "must be one of ['llama']"),
+        ({"model_type": "gpt2"}, "model_type", "it must be one of ['llama', 'mistral'"),
+        ({"model_type": None}, "model_type", "it must be one of ['llama', 'mistral'"),
         ({"hidden_act": "gelu"}, "hidden_act", 'must be "silu" or null'),
         ({"pretraining_tp": 2}, "pretraining_tp", "must be 1 or null"),
         ({"pretraining_tp": True}, "pretraining_tp", "must be 1 or null"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config", "must be null"),
+        ({"quantization": {"bits": 4}}, "quantization", "quantised weights are not"),
         ({"sliding_window": 4096}, "sliding_window", "must be null"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor", "must be 1.0"),
         ({"logit_scale": 0.1}, "logit_scale", "unknown here and may change the model"),
         ({"use_qk_norm": False}, "use_qk_norm", "unknown here"),
         ({"rope_scaling": 2.0}, "rope_scaling", "must be an object"),
         (
-            {"rope_scaling": {"type": "yarn", "factor": 2.0}},
+            {"rope_scaling": {"type": "mrope", "mrope_section": [2, 1, 1]}},
             "rope_scaling.rope_type",
-            "must be one of ['default', 'dynamic', 'linear', 'llama3']",
+            "one of ['default', 'dynamic', 'linear', 'llama3', 'longrope', 'yarn']",
+        ),
+        (
+            {"rope_scaling": YARN, "original_max_position_embeddings": 64},
+            "rope_scaling.original_max_position_embeddings",
+            "must agree with original_max_position_embeddings, which is 64",
         ),
         (
             {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "mscale": 1}},
@@ -296,6 +377,34 @@ def test_harmless_fields_are_accepted(fields):
             {"rope_scaling": LLAMA3 | {"high_freq_factor": 1.0}},
             "high_freq_factor must be greater than low_freq_factor, got 1.0 and 1.0",
         ),
+        (
+            {"rope_scaling": YARN | {"beta_fast": 1}},
+            "rope beta_fast must be greater than beta_slow, got 1 and 1.0",
+        ),
+        (
+            {"rope_scaling": YARN | {"truncate": 1}},
+            "truncate must be true or false, got 1",
+        ),
+        (
+            {"rope_scaling": YARN | {"attention_factor": "1"}},
+            "rope_scaling.attention_factor must be a positive number, got '1'",
+        ),
+        (
+            {"rope_scaling": LONGROPE | {"long_factor": None}},
+            "'rope_scaling.long_factor' is required by rope_type 'longrope' and miss",
+        ),
+        (
+            {"rope_scaling": LONGROPE | {"short_factor": 2.0}},
+            "rope_scaling.short_factor must be a list, got 2.0",
+        ),
+        (
+            {"rope_scaling": LONGROPE | {"short_factor": [1.0, -1.0, 1.0, 1.0]}},
+            "rope_scaling.short_factor[1] must be a positive number, got -1.0",
+        ),
+        (
+            {"rope_scaling": LONGROPE | {"long_factor": [1.0]}},
+            "long_factor must have 4 numbers, one for each pair of rotated lanes",
+        ),
     ],
 )
 def test_broken_values(fields, message):
@@ -308,12 +417,33 @@ def test_broken_values(fields, message):
     groups=st.integers(1, 3),
     half=st.integers(1, 64),
     flags=st.tuples(st.booleans(), st.booleans(), st.booleans()),
-    scaling=st.sampled_from(
-        [None, RopeScaling(**LLAMA3), RopeScaling(rope_type="linear", factor=2.5)]
-    ),
+    rope_type=st.sampled_from([None, "linear", "llama3", "yarn", "longrope"]),
+    model_type=st.sampled_from(sorted(FAMILIES)),
+    attention_factor=st.sampled_from([None, 0.75]),
 )
-def test_to_hf_and_back(heads, groups, half, flags, scaling):
+def test_to_hf_and_back(
+    heads, groups, half, flags, rope_type, model_type, attention_factor
+):
+    family = FAMILIES[model_type]
+    scaling = None
+    if rope_type in (family.rope_types or SCALING_FIELDS):
+        lists = tuple(1.0 + 0.5 * i for i in range(half))
+        values = {
+            "factor": 2.5,
+            "low_freq_factor": 1.5,
+            "high_freq_factor": 3.0,
+            "original_max_position_embeddings": 2048,
+            "beta_slow": 2.0,
+            "attention_factor": attention_factor,
+            "truncate": flags[0],
+            "short_factor": lists,
+            "long_factor": lists,
+        }
+        of_type = [name for part in SCALING_FIELDS[rope_type] for name in part]
+        values = {name: value for name, value in values.items() if name in of_type}
+        scaling = RopeScaling(rope_type=rope_type, **values)
     config = LlamaConfig(
+        model_type=model_type,
         vocab_size=10,
         hidden_size=17,
         intermediate_size=30,
@@ -323,8 +453,9 @@ def test_to_hf_and_back(heads, groups, half, flags, scaling):
         head_dim=2 * half,
         rope_scaling=scaling,
         tie_word_embeddings=flags[0],
-        attention_bias=flags[1],
-        mlp_bias=flags[2],
+        attention_bias=flags[1] and "attention_bias" in family.fields,
+        mlp_bias=flags[2] and "mlp_bias" in family.fields,
+        max_position_embeddings=5120 if rope_type == "yarn" else 2048,
     )
     assert LlamaConfig.from_hf(json.loads(json.dumps(config.to_hf()))) == config
 
@@ -374,12 +505,63 @@ LLAMA3_8 = [
     6.6478697e-06,
     1.2891732e-06,
 ]
+YARN_4 = [
+    1.0,
+    0.19392276,
+    0.03760603,
+    0.005469498,
+    0.0007071067,
+    6.856205e-05,
+    1.3295739e-05,
+    2.5783463e-06,
+]
+YARN_4_BETWEEN_LANES = [
+    1.0,
+    0.19392276,
+    0.03760603,
+    0.007292665,
+    0.00035355336,
+    6.856205e-05,
+    1.3295739e-05,
+    2.5783463e-06,
+]
+SHORT_FACTORS = (1.0, 1.1, 1.3, 1.6, 2.0, 2.5, 3.1, 3.8)
+LONGROPE_SHORT = [
+    1.0,
+    0.1762934,
+    0.028927715,
+    0.0045579155,
+    0.0007071067,
+    0.00010969927,
+    1.7155793e-05,
+    2.7140488e-06,
+]
 
 
 @pytest.mark.parametrize(
     ("scaling", "expected"),
     [
         (None, PLAIN),
+        (RopeScaling(rope_type="yarn", factor=4.0), YARN_4),
+        (
+            RopeScaling(
+                rope_type="yarn",
+                factor=4.0,
+                beta_fast=8.0,
+                beta_slow=2.0,
+                truncate=False,
+            ),
+            YARN_4_BETWEEN_LANES,
+        ),
+        (
+            RopeScaling(
+                rope_type="longrope",
+                factor=4.0,
+                short_factor=SHORT_FACTORS,
+                long_factor=(9.0,) * 8,
+            ),
+            LONGROPE_SHORT,
+        ),
         (RopeScaling(rope_type="linear", factor=3.0), LINEAR_3),
         (RopeScaling(**LLAMA3), LLAMA3_8),
     ],

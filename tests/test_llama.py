@@ -129,6 +129,25 @@ def test_rms_norm_rounds_where_transformers_does():
     assert (np.asarray(got) == np.asarray(expected)).mean() > 0.95
 
 
+def test_rms_norm_of_heads_is_that_of_rows():
+    norm = RMSNorm(8, 1e-6, dtype=jnp.float32)
+    norm.weight.set_value(unit_variance((8,)))
+    x = unit_variance((5, 3, 8), seed=1)
+    np.testing.assert_array_equal(norm(x).reshape(15, 8), norm(x.reshape(15, 8)))
+
+
+def test_a_part_of_each_head_is_rotated_and_enlarged():
+    x = unit_variance((5, 3, 12))
+    positions = jnp.array([0, 1, 2, 700, 131071], jnp.int32)
+    inv_freq = jnp.array([1.0, 0.25, 0.01, 1e-5], jnp.float32)
+    plain = rotary_tables(positions, inv_freq, jnp.float32)
+    larger = rotary_tables(positions, inv_freq, jnp.float32, 1.25)
+    got = rotate(x, larger)
+    np.testing.assert_array_equal(got[..., 8:], x[..., 8:])
+    whole = rotate(x[..., :8], plain)
+    np.testing.assert_allclose(got[..., :8], 1.25 * whole, rtol=1e-6, atol=1e-7)
+
+
 def test_rotation_is_a_complex_product():
     x = unit_variance((5, 3, 8))
     positions = np.array([0, 1, 2, 700, 131071], np.int32)

@@ -1,5 +1,6 @@
 """PEFT directories: what is read from them and what is written to them."""
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -130,6 +131,55 @@ def test_float16_files_and_all_seven_modules(tmp_path):
         adapter.page("gate_up", 0)[1][1, :8, 40:], factors[1, UP][1].T * np.float32(2)
     )
     assert adapter.nbytes == sum(4 * (a.size + b.size) for a, b in factors.values())
+
+
+FUSED_CONFIG = dataclasses.replace(CONFIG, model_type="phi3")
+QKV, GATE_UP = "self_attn.qkv_proj", "mlp.gate_up_proj"
+QKV_COLUMNS = 32 + 16 + 16
+
+
+def fused_factors(rank: int) -> dict:
+    rng = np.random.default_rng(0)
+    return {
+        (layer, module): (
+            rng.standard_normal((rank, 24)).astype(np.float32),
+            rng.standard_normal((d_out, rank)).astype(np.float32),
+        )
+        for layer, module, d_out in ((0, QKV, QKV_COLUMNS), (2, GATE_UP, 80))
+    }
+
+
+def test_a_fused_layer_is_all_modules_of_its_group(tmp_path):
+    """One A, which every module of the group gets, and a B over all their outputs."""
+    factors = fused_factors(18)
+    save_adapter(tmp_path, FUSED_CONFIG, factors, lora_alpha=36)
+    adapter = read_adapter(tmp_path, FUSED_CONFIG, dtype=np.float32)
+    assert saved_fields(tmp_path)["target_modules"] == [
+        f"model.layers.0.{QKV}",
+        f"model.layers.2.{GATE_UP}",
+    ]
+    assert [(row.layer, row.module) for row in adapter.report.rows] == [*factors]
+    np.testing.assert_array_equal(
+        adapter.counts("qkv"), [[2, 2, 2], [0, 0, 0], [0, 0, 0]]
+    )
+    np.testing.assert_array_equal(adapter.counts("gate_up"), [[0, 0], [0, 0], [2, 2]])
+    for (layer, name), group in zip(factors, ("qkv", "gate_up"), strict=True):
+        a, b = factors[layer, name]
+        pages = [adapter.page(group, index) for index in range(2)]
+        got_a = np.concatenate([page for page, _ in pages], axis=2)[layer, :, :18]
+        got_b = np.concatenate([page for _, page in pages], axis=1)[layer, :18]
+        np.testing.assert_array_equal(got_a, np.broadcast_to(a, got_a.shape))
+        np.testing.assert_array_equal(got_b, 2 * b.T)
+    assert adapter.nbytes == sum(a.nbytes + b.nbytes for a, b in factors.values())
+    norm = np.linalg.norm(2 * np.float64(factors[0, QKV][1]) @ factors[0, QKV][0])
+    assert adapter.report.rows[0].delta_norm == pytest.approx(norm, rel=1e-9)
+
+
+def test_an_adapter_of_separate_layers_does_not_fit_fused_ones(tmp_path):
+    save_adapter(tmp_path, CONFIG, q_and_v())
+    with pytest.raises(AdapterError, match="fit no module of the base model") as caught:
+        read_adapter(tmp_path, FUSED_CONFIG, dtype=np.float32)
+    assert "LoRA on self_attn.qkv_proj, self_attn.o_proj, mlp.gate" in str(caught.value)
 
 
 def test_an_adapter_name_in_the_keys_is_accepted(tmp_path):

@@ -90,6 +90,7 @@ def _load_adapters(
         model,
         num_kv_pages=1,
         page_size=64,
+        num_seats=1,
         num_slots=len(loaded),
         num_rank_pages=max(sum(n[g] for n in num_pages) for g in MODULE_GROUPS),
         max_rank=max(adapter.rank for adapter in loaded),

@@ -12,6 +12,7 @@ the device switches in one step.
 """
 
 import heapq
+import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from punica_jax.models._peft import AdapterReport
 
 NO_SLOT = -1
+BASE_VERSION = 0  # of the base model without an adapter
 _MAX_LISTED = 8
 
 
@@ -58,12 +60,14 @@ class LoadedAdapter:
       slot: its slot, from 0.
       pages: module group -> its pages in rank order.
       report: which modules it changes, and by how much.
+      version: stands for these weights and never for others, under this or any name.
     """
 
     name: str
     slot: int
     pages: Mapping[str, tuple[int, ...]]
     report: "AdapterReport"
+    version: int
 
 
 class AdapterTable(Mapping[str, LoadedAdapter]):
@@ -93,6 +97,7 @@ class AdapterTable(Mapping[str, LoadedAdapter]):
         self._max_rank = max_rank
         self._loaded: dict[str, LoadedAdapter] = {}
         self._pending: dict[str, Placement] = {}
+        self._versions = itertools.count(BASE_VERSION + 1)
         # Heaps: the lowest free number goes first, so placements are reproducible.
         self._free_slots = list(range(num_slots))
         self._free_pages = {g: list(range(pages)) for g, pages in num_pages.items()}
@@ -125,6 +130,14 @@ class AdapterTable(Mapping[str, LoadedAdapter]):
           UnknownAdapterError: no loaded adapter has that name.
         """
         return NO_SLOT if name is None else self[name].slot
+
+    def version_of(self, name: str | None) -> int:
+        """Return what stands for the weights that rows of this adapter meet.
+
+        Raises:
+          UnknownAdapterError: no loaded adapter has that name.
+        """
+        return BASE_VERSION if name is None else self[name].version
 
     @property
     def num_free_slots(self) -> int:
@@ -193,7 +206,7 @@ class AdapterTable(Mapping[str, LoadedAdapter]):
         if old is not None:
             self._give_back(old.pages)
         self._loaded[name] = LoadedAdapter(
-            name, placement.slot, placement.pages, report
+            name, placement.slot, placement.pages, report, next(self._versions)
         )
         return old
 
@@ -254,14 +267,14 @@ class AdapterTable(Mapping[str, LoadedAdapter]):
             if count > total:
                 return (
                     f"it needs {count} rank pages of group {group}, of which there are "
-                    f"{total}; raise num_pages"
+                    f"{total}; raise adapter_memory or num_slots"
                 )
             if count > free:
                 beside = " (the one it replaces stays until it is ready)"
                 return (
                     f"it needs {count} rank pages of group {group}, of which {free} of "
                     f"{total} are free{beside if replaces else ''}; unload an adapter "
-                    f"or raise num_pages; {self._known()}"
+                    f"or raise adapter_memory or num_slots; {self._known()}"
                 )
         return None
 

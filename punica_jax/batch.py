@@ -1,23 +1,24 @@
 """One step's batch as data: flat rows of many sequences, padded to a bucket.
 
-Plain numpy on the host, one pytree. Knows tokens, pages and slots as numbers; nothing
-of requests, text or the model.
+Plain numpy on the host. Knows tokens, pages, slots and seats as numbers; nothing of
+requests, text or the model.
 """
 
 import dataclasses
-import math
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 
 from punica_jax.models import SeqTable
 from punica_jax.sequence import Chunk
 
 _DECODE_ONLY = 1
+# Rows of one program for prompts' log-probabilities: 33 MB of logits at a vocabulary
+# of 128k.
+BLOCK_ROWS = 64
 
 
 class Bucket(NamedTuple):
@@ -45,14 +46,15 @@ class Buckets:
 
     Decode takes 1, 4, 16 and so on up to `max_seqs` sequences; a decode step's time
     is the weights', which padding does not read twice. Prefill takes 32, 128 and so on
-    up to `max_rows` rows, each with 1, 8 or `max_seqs` sequences. At defaults (32
-    sequences, 2048 rows) these are 16 programs.
+    up to `max_rows` rows, each with 1 or `max_seqs` sequences: its logits come in
+    shapes that decode has too, so that what draws from them needs no further programs.
+    At defaults (32 sequences, 2048 rows) these are 12 programs.
     """
 
     def __init__(self, max_seqs: int, max_rows: int):
         self.max_rows = max_rows
         self._decode_seqs = _ladder(1, max_seqs)
-        self._prefill_seqs = sorted({1, min(8, max_seqs), max_seqs})
+        self._prefill_seqs = sorted({1, max_seqs})
         self._prefill_rows = _ladder(32, max_rows)
 
     def choose(self, num_rows: int, num_seqs: int) -> Bucket:
@@ -92,18 +94,6 @@ def _least(sizes: Sequence[int], needed: int) -> int:
     return next(size for size in sizes if size >= needed)
 
 
-class Layout(NamedTuple):
-    """How a packed batch is cut up again; hashable.
-
-    Attributes:
-      structure: the batch's tree.
-      arrays: shape and dtype of each leaf, all of 4 bytes an element.
-    """
-
-    structure: Any
-    arrays: tuple[tuple[tuple[int, ...], str], ...]
-
-
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Batch:
@@ -113,9 +103,7 @@ class Batch:
       tokens: `i32[rows]`.
       slots: `i32[rows]`, each row's adapter, -1 for none and for padding.
       seqs: pages, row bounds and lengths of the sequences.
-      logit_rows: `i32[seqs]`, the row of each sequence whose logits are sampled.
-      temperature: `f32[seqs]`.
-      seeds: `u32[seqs]`.
+      logit_rows: `i32[seqs]`, the row of each sequence that its next token is of.
       max_query_len: most rows of one sequence (static).
     """
 
@@ -123,34 +111,13 @@ class Batch:
     slots: np.ndarray | Array
     seqs: SeqTable
     logit_rows: np.ndarray | Array
-    temperature: np.ndarray | Array
-    seeds: np.ndarray | Array
     max_query_len: int = dataclasses.field(metadata={"static": True})
 
     @property
     def bucket(self) -> Bucket:
-        return Bucket(self.tokens.shape[0], self.seeds.shape[0], self.max_query_len)
-
-    def pack(self) -> tuple[np.ndarray, "Layout"]:
-        """Return all arrays as one `i32` vector, and what `unpack` needs beside it.
-
-        One copy to the device costs what one of the eight arrays would.
-        """
-        leaves, structure = jax.tree.flatten(self)
-        arrays = tuple((leaf.shape, leaf.dtype.name) for leaf in leaves)
-        packed = np.concatenate([leaf.ravel().view(np.int32) for leaf in leaves])
-        return packed, Layout(structure, arrays)
-
-    @staticmethod
-    def unpack(packed: Array, layout: "Layout") -> "Batch":
-        """Return the batch that was packed; traceable, `layout` static."""
-        leaves, start = [], 0
-        for shape, dtype in layout.arrays:
-            end = start + math.prod(shape)
-            part = lax.bitcast_convert_type(packed[start:end], jnp.dtype(dtype))
-            leaves.append(part.reshape(shape))
-            start = end
-        return jax.tree.unflatten(layout.structure, leaves)
+        return Bucket(
+            self.tokens.shape[0], self.logit_rows.shape[0], self.max_query_len
+        )
 
     @classmethod
     def of(cls, chunks: Sequence[Chunk], bucket: Bucket, pages_per_seq: int) -> "Batch":
@@ -163,22 +130,53 @@ class Batch:
         bounds = np.full(bucket.seqs + 1, sum(lengths), np.int32)
         bounds[: used + 1] = np.cumsum([0, *lengths])
         kv_lens = np.zeros(bucket.seqs, np.int32)
-        temperature = np.zeros(bucket.seqs, np.float32)
-        seeds = np.zeros(bucket.seqs, np.uint32)
         for i, chunk in enumerate(chunks):
             rows = slice(bounds[i], bounds[i + 1])
             tokens[rows] = chunk.tokens
             slots[rows] = chunk.slot
             page_table[i, : len(chunk.pages)] = chunk.pages
             kv_lens[i] = chunk.kv_len
-            temperature[i] = chunk.temperature
-            seeds[i] = chunk.seed
         return cls(
             tokens=tokens,
             slots=slots,
             seqs=SeqTable(page_table, bounds, kv_lens),
             logit_rows=np.maximum(bounds[1:] - 1, 0),
-            temperature=temperature,
-            seeds=seeds,
             max_query_len=bucket.max_query_len,
         )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What a step is to give beyond the most likely tokens; the default is nothing.
+
+    Attributes:
+      rows: `i32[2, seqs]`, each sequence's seat, -1 for one that takes its most likely
+        token, and its new token's place in its sequence; None where all are -1.
+      logprobs: whether the new tokens' log-probabilities are wanted.
+      targets: number of a block of `BLOCK_ROWS` rows -> `i32[BLOCK_ROWS]`, the tokens
+        after its rows whose log-probabilities are wanted, 0 elsewhere.
+    """
+
+    rows: np.ndarray | None = None
+    logprobs: bool = False
+    targets: Mapping[int, np.ndarray] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def of(cls, chunks: Sequence[Chunk], bucket: Bucket) -> "Wanted":
+        """Collect what the chunks of a batch want."""
+        rows = None
+        if any(chunk.seat >= 0 for chunk in chunks):
+            rows = np.full((2, bucket.seqs), -1, np.int32)
+            for i, chunk in enumerate(chunks):
+                rows[:, i] = chunk.seat, chunk.kv_len
+        targets: dict[int, np.ndarray] = {}
+        first = 0
+        for chunk in chunks:
+            for row, token in enumerate(chunk.targets, first):
+                block = targets.setdefault(
+                    row // BLOCK_ROWS, np.zeros(BLOCK_ROWS, np.int32)
+                )
+                block[row % BLOCK_ROWS] = token
+            first += len(chunk.tokens)
+        wants_logprobs = any(chunk.wants_logprobs for chunk in chunks)
+        return cls(rows=rows, logprobs=wants_logprobs, targets=targets)

@@ -5,12 +5,15 @@ prompts, names and texts are others'.
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
-from punica_jax.batch import Batch, Buckets
+from punica_jax.batch import BLOCK_ROWS, Batch, Buckets, Wanted
+from punica_jax.logprobs import Logprobs
 from punica_jax.pages import KvPages
+from punica_jax.request import TokenLogprobs
 from punica_jax.runner import Runner
 from punica_jax.scheduler import schedule
+from punica_jax.seats import SeatRow
 from punica_jax.sequence import SequenceState
 from punica_jax.sizes import Sizes
 
@@ -21,7 +24,8 @@ class Engine:
     """Sequences in flight on one runner.
 
     A sequence that sits has a seat and pages for all tokens that it can ever have, so
-    it never has to wait again. The others wait in order.
+    it never has to wait again. The others wait in order. Full pages of a prompt that an
+    earlier sequence has computed under the same weights are shared, not computed again.
     """
 
     def __init__(self, runner: Runner, sizes: Sizes):
@@ -30,6 +34,8 @@ class Engine:
         self._buckets = Buckets(
             sizes.max_seats, max(sizes.max_seats, _MAX_ROWS_PER_STEP)
         )
+        self._pages = KvPages(sizes.num_kv_pages, sizes.page_size)
+        self._running: list[SequenceState] = []
         self.clear()
 
     @property
@@ -43,10 +49,11 @@ class Engine:
 
     def clear(self) -> None:
         """Forget all sequences: every seat and page is free."""
+        for sequence in self._running:
+            self._pages.free(sequence.pages)
         self._waiting: deque[SequenceState] = deque()
-        self._running: list[SequenceState] = []
+        self._running = []
         self._free_seats = list(range(self._sizes.max_seats))
-        self._pages = KvPages(self._sizes.num_kv_pages, self._sizes.page_size)
 
     def warm_up(self) -> None:
         """Compile every program that a step can need."""
@@ -59,23 +66,71 @@ class Engine:
         chunks = [sequence.chunk(rows) for sequence, rows in scheduled]
         bucket = self._buckets.of(chunks)
         batch = Batch.of(chunks, bucket, self._sizes.pages_per_seq)
-        tokens = self._runner.step(batch)
-        for (sequence, rows), token in zip(scheduled, tokens, strict=False):
-            sequence.advance(rows, int(token))
+        output = self._runner.step(batch, Wanted.of(chunks, bucket))
+        first = 0
+        for i, (sequence, rows) in enumerate(scheduled):
+            logprobs, prompt_logprobs = None, ()
+            if chunks[i].wants_logprobs and output.logprobs is not None:
+                logprobs = output.logprobs.of(i, sequence.sampling.logprobs or 0)
+            if chunks[i].targets:
+                prompt_logprobs = _prompt_logprobs(
+                    output.prompt_logprobs,
+                    range(first, first + len(chunks[i].targets)),
+                    sequence.sampling.prompt_logprobs or 0,
+                )
+            first += rows
+            token = int(output.tokens[i])
+            sequence.advance(rows, token, logprobs, prompt_logprobs)
+            if sequence.num_cached % self._pages.page_size < rows:
+                # A page has become full.
+                self._pages.publish(sequence.pages, sequence.cached, sequence.weights)
             if sequence.finish_reason is not None:
                 self._dismiss(sequence)
 
     def _admit(self) -> None:
         while self._waiting and self._free_seats:
             sequence = self._waiting[0]
-            if not self._pages.can_allocate(sequence.max_len):
+            shared = ()
+            if sequence.sampling.prompt_logprobs is None:
+                shared = self._pages.match(sequence.prompt, sequence.weights)
+                if self._is_computing_more(sequence, len(shared)):
+                    break
+            if not self._pages.can_allocate(sequence.max_len, shared):
                 break
             self._waiting.popleft()
-            pages = self._pages.allocate(sequence.max_len)
-            sequence.sit(self._free_seats.pop(), pages)
+            pages = self._pages.allocate(sequence.max_len, shared)
+            num_cached = len(shared) * self._pages.page_size
+            sequence.sit(self._free_seats.pop(), pages, num_cached)
             self._running.append(sequence)
+            if sequence.draws:
+                self._runner.write_seat(
+                    sequence.seat,
+                    SeatRow.of(
+                        sequence.sampling,
+                        seed=sequence.seed,
+                        prompt=sequence.prompt,
+                        stop_ids=sequence.stop_ids,
+                        vocab_size=self._runner.vocab_size,
+                    ),
+                )
+
+    def _is_computing_more(self, sequence: SequenceState, num_shared: int) -> bool:
+        """Tell whether waiting would let a sequence share one more page at least."""
+        end = (num_shared + 1) * self._pages.page_size
+        return len(sequence.prompt) > end and any(
+            other.num_left > 1
+            and other.weights == sequence.weights
+            and other.prompt[:end] == sequence.prompt[:end]
+            for other in self._running
+        )
 
     def _dismiss(self, sequence: SequenceState) -> None:
         self._running.remove(sequence)
         self._free_seats.append(sequence.seat)
         self._pages.free(sequence.pages)
+
+
+def _prompt_logprobs(
+    blocks: Mapping[int, Logprobs], rows: Iterable[int], num_top: int
+) -> list[TokenLogprobs]:
+    return [blocks[row // BLOCK_ROWS].of(row % BLOCK_ROWS, num_top) for row in rows]

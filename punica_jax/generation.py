@@ -11,7 +11,8 @@ from jaxtyping import Float, Int, UInt
 
 from punica_jax.batch import Batch
 from punica_jax.models import KvCache, Llama, LoraPools, SeqTable
-from punica_jax.step import run_step
+from punica_jax.sampling import sample
+from punica_jax.step import StepResult, run_step
 
 
 def generate(
@@ -24,6 +25,9 @@ def generate(
     max_new_tokens: int,
     eos_token_ids: Sequence[int] = (),
     temperature: Float[Array, "seqs"] | None = None,
+    top_k: Int[Array, "seqs"] | None = None,
+    top_p: Float[Array, "seqs"] | None = None,
+    min_p: Float[Array, "seqs"] | None = None,
     seeds: UInt[Array, "seqs"] | None = None,
     page_size: int = 64,
     implementation: str | None = None,
@@ -31,7 +35,8 @@ def generate(
     """Continue every prompt under its own adapter: prefill, then a loop of steps.
 
     Pure, and without compiler options, so it may stand inside another `jax.jit`;
-    lengths, slots, temperatures and seeds are data. Gives the tokens that `LLM` gives.
+    lengths, slots, temperatures, filters and seeds are data. Gives the tokens that
+    `LLM` gives; what is None is not compiled in.
 
     Args:
       model: the base model.
@@ -41,7 +46,11 @@ def generate(
       slots: each sequence's adapter; -1, or anything that is no slot, for none.
       max_new_tokens: most new tokens, at least 1 (static).
       eos_token_ids: tokens that end a sequence; the last one is kept (static).
-      temperature: 0 (the default) is greedy.
+      temperature: 0 (the default) is greedy, and then no filter matters.
+      top_k: draw from the k most likely tokens; 0 or less is off.
+      top_p: draw from the fewest most likely tokens that hold this share of what
+        top_k leaves; 1 is off.
+      min_p: draw from tokens at least so likely, relative to the most likely one.
       seeds: of the random numbers; default 0. Token k of a sequence draws from its
         seed and its position alone.
       page_size: tokens of a KV page (static).
@@ -66,6 +75,9 @@ def generate(
         "prompt_lens": prompt_lens,
         "slots": slots,
         "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
         "seeds": seeds,
     }
     for name, vector in vectors.items():
@@ -88,10 +100,22 @@ def generate(
     page_table = page_table.reshape(seqs, pages_per_seq)
     cache = KvCache.zeros(model.config, seqs * pages_per_seq, page_size, model.dtype)
     prompt_lens, slots = prompt_lens.astype(jnp.int32), slots.astype(jnp.int32)
-    if temperature is None:
-        temperature = jnp.zeros((seqs,), jnp.float32)
     if seeds is None:
         seeds = jnp.zeros((seqs,), jnp.uint32)
+
+    def choose(result: StepResult, kv_lens: Array) -> Array:
+        if temperature is None:
+            return result.likely
+        # The generated token's own position: all of the sequence comes before it.
+        return sample(
+            result.logits,
+            jnp.asarray(temperature, jnp.float32),
+            jnp.asarray(seeds, jnp.uint32),
+            kv_lens,
+            top_k=None if top_k is None else jnp.asarray(top_k, jnp.int32),
+            top_p=None if top_p is None else jnp.asarray(top_p, jnp.float32),
+            min_p=None if min_p is None else jnp.asarray(min_p, jnp.float32),
+        )
 
     def batch_of(tokens, row_slots, bounds, kv_lens, max_query_len):
         return Batch(
@@ -99,8 +123,6 @@ def generate(
             slots=row_slots,
             seqs=SeqTable(page_table, bounds, kv_lens),
             logit_rows=bounds[1:] - 1,
-            temperature=temperature,
-            seeds=seeds,
             max_query_len=max_query_len,
         )
 
@@ -112,7 +134,8 @@ def generate(
 
     rows = _ragged_rows(prompt_tokens, prompt_lens, slots)
     prefill = batch_of(*rows, prompt_lens, max_prompt)
-    first, cache = run_step(model, cache, pools, prefill, implementation=implementation)
+    result = run_step(model, cache, pools, prefill, implementation=implementation)
+    first, cache = choose(result, prompt_lens), result.cache
     new_tokens = jnp.zeros((seqs, max_new_tokens), jnp.int32).at[:, 0].set(first)
     counts = jnp.ones((seqs,), jnp.int32)
     bounds = jnp.arange(seqs + 1, dtype=jnp.int32)
@@ -124,9 +147,8 @@ def generate(
     def decode(state):
         step, last, new_tokens, counts, done, cache = state
         batch = batch_of(last, slots, bounds, prompt_lens + step, 1)
-        tokens, cache = run_step(
-            model, cache, pools, batch, implementation=implementation
-        )
+        result = run_step(model, cache, pools, batch, implementation=implementation)
+        tokens, cache = choose(result, prompt_lens + step), result.cache
         kept = jnp.where(done, 0, tokens)
         new_tokens = lax.dynamic_update_index_in_dim(new_tokens, kept, step, 1)
         counts = counts + (~done).astype(jnp.int32)

@@ -55,21 +55,41 @@ class Prompts:
                 raise ValueError(
                     f"sampling {index} must be a SamplingParams, got {params!r}"
                 )
-        return [
-            SequenceState(
-                index=index,
-                prompt=self._encode(index, prompt),
-                adapter=adapter,
-                slot=self._table.slot_of(adapter),
-                sampling=params,
-                tokenizer=self._tokenizer,
-                max_model_len=self._max_model_len,
-                on_token=on_token,
-            )
-            for index, (prompt, adapter, params) in enumerate(
-                zip(prompts, adapters, sampling, strict=True)
-            )
-        ]
+            self._check_tokens(index, params)
+        sequences: list[SequenceState] = []
+        for prompt_index, (prompt, adapter, params) in enumerate(
+            zip(prompts, adapters, sampling, strict=True)
+        ):
+            tokens = self._encode(prompt_index, prompt)
+            slot = self._table.slot_of(adapter)
+            weights = self._table.version_of(adapter)
+            sequences += [
+                SequenceState(
+                    index=len(sequences) + sample_index,
+                    prompt_index=prompt_index,
+                    sample_index=sample_index,
+                    prompt=list(tokens),
+                    adapter=adapter,
+                    slot=slot,
+                    weights=weights,
+                    sampling=params,
+                    tokenizer=self._tokenizer,
+                    max_model_len=self._max_model_len,
+                    on_token=on_token,
+                )
+                for sample_index in range(params.n)
+            ]
+        return sequences
+
+    def _check_tokens(self, index: int, params: SamplingParams) -> None:
+        """Raise ValueError if a parameter names a token that the model lacks."""
+        for name in ("logit_bias", "stop_token_ids"):
+            for token in getattr(params, name) or ():
+                if token >= self._vocab_size:
+                    raise ValueError(
+                        f"sampling {index} has token {token} in {name}; tokens must be "
+                        f"from 0 to {self._vocab_size - 1}"
+                    )
 
     def _encode(self, index: int, prompt: str | Sequence[int]) -> list[int]:
         """Return a prompt's token ids, checked."""

@@ -4,8 +4,8 @@ Knows nothing of devices, JAX, tokenizers or scheduling: plain values, checked w
 they are made, so that a bad one fails in the caller's own frame.
 """
 
-import math
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Literal, TypeAlias
 
@@ -15,6 +15,9 @@ FinishReason: TypeAlias = Literal["stop", "length"]
 # temperature * noise could overflow.
 MAX_TEMPERATURE = 100.0
 MAX_SEED = 2**32 - 1
+MAX_LOGPROBS = 20
+# A seat's bias travels as a list of this static length.
+MAX_LOGIT_BIAS = 300
 
 
 def is_integer(value: object) -> bool:
@@ -26,69 +29,249 @@ def is_integer(value: object) -> bool:
 class SamplingParams:
     """How one request's tokens are chosen and when it ends.
 
+    A token is drawn from the model's logits `x` in this order:
+
+    1. `x[t] += logit_bias[t]`.
+    2. Where t is in the prompt or the output, `x[t] /= repetition_penalty` if it is
+       above 0, else `x[t] *= repetition_penalty`; then
+       `x[t] -= frequency_penalty * c + presence_penalty * (c > 0)`, c being the times
+       that t is in the output.
+    3. `x[t] = -inf` for the tokens that stop, before `min_new_tokens`.
+    4. At temperature 0 the answer is `argmax(x)`, the first one on a tie. Else
+       `p = softmax(x / temperature)`, and of all tokens these are left:
+    5. `top_k`: those not less likely than the k-th.
+    6. `top_p`: of these, renormalised, the fewest most likely ones that hold `top_p`.
+    7. `min_p`: of these, those with `p >= min_p * max(p)`.
+
+    A filter keeps all of the tokens that tie at its limit.
+
     Attributes:
+        n: completions of each prompt, at least 1, and 1 at temperature 0, where all
+            would be the same. Each is prefilled on its own.
         max_new_tokens: most tokens to generate, at least 1; the stop token counts.
-        temperature: 0 takes the most likely token (the first one on a tie); above 0
-            samples from softmax(logits / temperature). At most 100.
-        seed: 0..2**32-1. The k-th token of a request draws from this seed and its
+        min_new_tokens: tokens that come before a stop token can, or before a stop
+            string can be complete; at most max_new_tokens.
+        temperature: 0 takes the most likely token; at most 100.
+        top_k: 1 or more; None, 0 and -1 are off.
+        top_p: above 0, at most 1 (off).
+        min_p: 0 (off) to 1.
+        repetition_penalty: above 0, at most 100; 1 is off.
+        presence_penalty: -2 to 2; 0 is off.
+        frequency_penalty: -2 to 2; 0 is off.
+        logit_bias: token id -> -100 to 100, at most 300 of them.
+        stop: a text or several that end a completion, which is cut before the one
+            that is complete first (the longest, where several are at once). Kept as a
+            tuple.
+        stop_token_ids: tokens that end a completion, beside the model's own. Kept as a
+            tuple.
+        include_stop_str_in_output: keep the stop string, or the stop token's text.
+        ignore_eos: keep generating after the model's own stop tokens; those of
+            stop_token_ids still stop.
+        logprobs: tell the log-probability of each new token, and of the most likely
+            so many, 0 to 20. They are `log_softmax` of the model's logits, before
+            steps 1 to 7. None tells nothing.
+        prompt_logprobs: the same for the prompt's tokens.
+        seed: `0..2**32-1`. The k-th token of a request draws from this seed and its
             own position alone, so the same seed gives the same random numbers
-            whatever the batch. None: a fresh seed for each request.
-        ignore_eos: keep generating after a stop token, to max_new_tokens.
+            whatever the batch; the j-th of n completions takes `seed + j`, modulo
+            `2**32`. None: a fresh seed for each completion.
 
     Raises:
         ValueError: a field breaks its rule; the text says which and what it was.
     """
 
+    n: int = 1
     max_new_tokens: int = 128
+    min_new_tokens: int = 0
     temperature: float = 0.0
-    seed: int | None = None
+    top_k: int | None = None
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = None
+    stop: str | Sequence[str] | None = ()
+    stop_token_ids: Sequence[int] | None = ()
+    include_stop_str_in_output: bool = False
     ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    seed: int | None = None
 
     def __post_init__(self) -> None:
-        if not is_integer(self.max_new_tokens) or self.max_new_tokens < 1:
+        self._check_integers()
+        self._check_numbers()
+        self._check_stops()
+        for name in ("include_stop_str_in_output", "ignore_eos"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise ValueError(f"{name} must be True or False, got {value!r}")
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether a bias or a penalty is set."""
+        return bool(
+            self.logit_bias
+            or self.repetition_penalty != 1
+            or self.presence_penalty
+            or self.frequency_penalty
+        )
+
+    def _check_integers(self) -> None:
+        for name in ("n", "max_new_tokens"):
+            value = getattr(self, name)
+            if not is_integer(value) or value < 1:
+                raise ValueError(
+                    f"{name} must be an integer of at least 1, got {value!r}"
+                )
+        value = self.min_new_tokens
+        if not is_integer(value) or not 0 <= value <= self.max_new_tokens:
             raise ValueError(
-                "max_new_tokens must be an integer of at least 1, "
-                f"got {self.max_new_tokens!r}"
+                "min_new_tokens must be an integer from 0 to max_new_tokens "
+                f"{self.max_new_tokens}, got {value!r}"
             )
-        if (
-            not isinstance(self.temperature, Real)
-            or isinstance(self.temperature, bool)
-            or not math.isfinite(self.temperature)
-            or not 0 <= self.temperature <= MAX_TEMPERATURE
+        if self.top_k is not None and not (is_integer(self.top_k) and self.top_k >= -1):
+            raise ValueError(
+                "top_k must be an integer of at least 1, or None, 0 or -1 for off, "
+                f"got {self.top_k!r}"
+            )
+        limits = {
+            "logprobs": MAX_LOGPROBS,
+            "prompt_logprobs": MAX_LOGPROBS,
+            "seed": MAX_SEED,
+        }
+        for name, most in limits.items():
+            value = getattr(self, name)
+            if value is not None and not (is_integer(value) and 0 <= value <= most):
+                raise ValueError(
+                    f"{name} must be None or an integer from 0 to {most}, got {value!r}"
+                )
+
+    def _check_numbers(self) -> None:
+        _check_number("temperature", self.temperature, 0, MAX_TEMPERATURE)
+        _check_number("top_p", self.top_p, 0, 1, above=True)
+        _check_number("min_p", self.min_p, 0, 1)
+        _check_number("repetition_penalty", self.repetition_penalty, 0, 100, above=True)
+        _check_number("presence_penalty", self.presence_penalty, -2, 2)
+        _check_number("frequency_penalty", self.frequency_penalty, -2, 2)
+        if self.n > 1 and self.temperature == 0:
+            raise ValueError(
+                "n must be 1 at temperature 0, where all completions would be the "
+                f"same, got {self.n!r}"
+            )
+        if self.logit_bias is None:
+            return
+        if not isinstance(self.logit_bias, Mapping):
+            raise ValueError(
+                "logit_bias must be a mapping of token ids to numbers, "
+                f"got {self.logit_bias!r}"
+            )
+        if len(self.logit_bias) > MAX_LOGIT_BIAS:
+            raise ValueError(
+                f"logit_bias must have at most {MAX_LOGIT_BIAS} tokens, "
+                f"got {len(self.logit_bias)}"
+            )
+        for token, bias in self.logit_bias.items():
+            _check_token("logit_bias", token)
+            _check_number(f"logit_bias of token {token}", bias, -100, 100)
+        # The caller's mapping may change later.
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias))
+
+    def _check_stops(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
+        if not _is_sequence(stop) or not all(
+            isinstance(text, str) and text for text in stop
         ):
             raise ValueError(
-                f"temperature must be a number from 0 to {MAX_TEMPERATURE:g}, "
-                f"got {self.temperature!r}"
+                "stop must be a text or a sequence of texts, none of them empty, "
+                f"got {self.stop!r}"
             )
-        if self.seed is not None and not (
-            is_integer(self.seed) and 0 <= self.seed <= MAX_SEED
-        ):
+        tokens = self.stop_token_ids or ()
+        if not _is_sequence(tokens):
             raise ValueError(
-                f"seed must be None or an integer from 0 to {MAX_SEED}, "
-                f"got {self.seed!r}"
+                f"stop_token_ids must be a sequence of token ids, got {tokens!r}"
             )
-        if not isinstance(self.ignore_eos, bool):
-            raise ValueError(
-                f"ignore_eos must be True or False, got {self.ignore_eos!r}"
-            )
+        for token in tokens:
+            _check_token("stop_token_ids", token)
+        object.__setattr__(self, "stop", tuple(stop))
+        object.__setattr__(self, "stop_token_ids", tuple(tokens))
+
+
+def _is_sequence(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+
+
+def _check_number(
+    name: str, value: object, least: float, most: float, *, above: bool = False
+) -> None:
+    # NaN lies in no span.
+    if isinstance(value, Real) and not isinstance(value, bool):
+        number = float(value)
+        if (least < number if above else least <= number) and number <= most:
+            return
+    span = f"from {least} to {most:g}"
+    if above:
+        span = f"above {least} and at most {most:g}"
+    raise ValueError(f"{name} must be a number {span}, got {value!r}")
+
+
+def _check_token(name: str, token: object) -> None:
+    # The end of the vocabulary is checked when there is a model.
+    if not is_integer(token) or token < 0:  # pyright: ignore[reportOperatorIssue]
+        raise ValueError(f"{name} must hold token ids, 0 or more, got {token!r}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprobs:
+    """How likely a token was, by the model's own distribution.
+
+    Attributes:
+        logprob: natural logarithm of the token's probability.
+        rank: 1 for the most likely token; 1 more than the tokens above it.
+        top: the most likely tokens, as many as were asked for, and their
+            log-probabilities, the most likely first and the lowest id first on a tie.
+    """
+
+    logprob: float
+    rank: int
+    top: Mapping[int, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """One request's answer.
+    """One answer to one prompt.
+
+    Two are equal that say the same, wherever they stand among others.
 
     Attributes:
-        text: the new tokens as text, special tokens left out.
-        token_ids: the new tokens, in order; after finish_reason "stop" the last one
-            is the stop token.
-        finish_reason: "stop" (a stop token came) or "length" (max_new_tokens or the
-            end of the context was reached).
+        text: the new tokens as text; special tokens are left out, and what ended the
+            completion too, unless include_stop_str_in_output.
+        token_ids: the new tokens, in order, all that were generated: after
+            finish_reason "stop" the last ones are the stop token or hold the stop
+            string.
+        finish_reason: "stop" (a stop token or string came) or "length"
+            (max_new_tokens or the end of the context was reached).
+        stop_reason: the string or the token of the request that ended it; None where
+            a stop token of the model did, or nothing.
         adapter: the adapter's name, None for the base model.
         prompt_token_ids: the prompt as the model saw it, special tokens included.
+        prompt_index: the prompt's place among the prompts.
+        sample_index: the completion's place among the prompt's, from 0 to n - 1.
+        logprobs: one for each of token_ids; None where none were asked for.
+        cumulative_logprob: the sum of theirs.
+        prompt_logprobs: one for each of prompt_token_ids, None for the first, which
+            nothing predicts; None where none were asked for.
     """
 
     text: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
+    stop_reason: str | int | None = None
     adapter: str | None
     prompt_token_ids: tuple[int, ...]
+    prompt_index: int = field(default=0, compare=False)
+    sample_index: int = field(default=0, compare=False)
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    cumulative_logprob: float | None = None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None

@@ -6,13 +6,15 @@ adapters, or which pages and slots are free.
 
 import functools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from punica_jax.batch import Batch, Bucket
+from punica_jax.batch import BLOCK_ROWS, Batch, Bucket, Wanted
+from punica_jax.logprobs import Logprobs, token_logprobs
 from punica_jax.models import (
     MODULE_GROUPS,
     Adapter,
@@ -23,11 +25,43 @@ from punica_jax.models import (
     slot_tables,
     write_page,
 )
+from punica_jax.packing import pack, unpack
 from punica_jax.pallas_kernels import resolve
+from punica_jax.request import SamplingParams
+from punica_jax.seats import SeatRow, Seats, draw, write_seat
 from punica_jax.step import run_step
 
 # Lets the shrink run beside the base product: 8 % of a 7B step on an H200.
 _GPU_OPTIONS = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
+
+
+class Launched(NamedTuple):
+    """A step on its way, on the device.
+
+    Attributes:
+      likely: `i32[seqs]`, the most likely next tokens.
+      logits: `f32[seqs, vocab]`.
+      hidden: the rows after the last normalisation, `[BLOCK_ROWS, hidden]` a block,
+        padded with any rows: one program takes the blocks of every bucket.
+    """
+
+    likely: jax.Array
+    logits: jax.Array
+    hidden: tuple[jax.Array, ...]
+
+
+class Output(NamedTuple):
+    """What a step gave, on the host.
+
+    Attributes:
+      tokens: `i32[seqs]`, the next token of each sequence of the bucket.
+      logprobs: theirs, if wanted.
+      prompt_logprobs: number of a block of rows -> those of its targets, if wanted.
+    """
+
+    tokens: np.ndarray
+    logprobs: Logprobs | None
+    prompt_logprobs: Mapping[int, Logprobs]
 
 
 class Runner:
@@ -43,6 +77,7 @@ class Runner:
         *,
         num_kv_pages: int,
         page_size: int,
+        num_seats: int,
         num_slots: int,
         num_rank_pages: int,
         max_rank: int,
@@ -54,6 +89,7 @@ class Runner:
           model: taken over: its arrays are passed to every step.
           num_kv_pages: KV pages of each layer.
           page_size: tokens of a KV page.
+          num_seats: sequences in flight at one time.
           num_slots: adapters on the device at one time.
           num_rank_pages: rank pages of each module group, for all adapters.
           max_rank: greatest rank of an adapter.
@@ -69,6 +105,9 @@ class Runner:
             max_rank=max_rank,
             dtype=model.dtype,
         )
+        self.vocab_size = model.config.vocab_size
+        self._seats = Seats.zeros(num_seats, self.vocab_size)
+        self._counts = jnp.zeros((num_seats, self.vocab_size), jnp.int32)
         on_gpu = self.implementation == "pallas_triton"
         self._step = jax.jit(
             functools.partial(_flat_step, self._structure, self.implementation),
@@ -80,7 +119,18 @@ class Runner:
             write_page, static_argnames="group", donate_argnums=0
         )
         self._set_slot = jax.jit(set_slot, donate_argnums=0)
-        self._buckets: dict[Bucket, None] = {}
+        # Apart from the step: a step of most likely tokens alone runs nothing else, and
+        # a condition inside of it would make a GPU's host wait.
+        self._write_seat = jax.jit(
+            _flat_write_seat, donate_argnums=(0, 1), static_argnums=4
+        )
+        self._draw = jax.jit(draw, donate_argnums=1)
+        self._logprobs = jax.jit(token_logprobs)
+        self._prompt_logprobs = jax.jit(
+            functools.partial(_flat_prompt_logprobs, self._structure)
+        )
+        self._steps: dict[Bucket, None] = {}
+        self._samplers: dict[str, None] = {}
         self._compile_loading()
 
     @property
@@ -96,29 +146,62 @@ class Runner:
     def programs(self) -> list[str]:
         """Names of the compiled programs, one each."""
         loading = [f"write_page[{group}]" for group in MODULE_GROUPS]
-        return [*loading, "set_slot", *(bucket.name for bucket in self._buckets)]
+        steps = (bucket.name for bucket in self._steps)
+        return [*loading, "set_slot", *steps, *self._samplers]
 
-    def step(self, batch: Batch) -> np.ndarray:
-        """Run a step and wait for its tokens.
+    def step(self, batch: Batch, wanted: Wanted | None = None) -> Output:
+        """Run a step and wait for its tokens, and what else is wanted."""
+        wanted = wanted or Wanted()
+        tokens, logits, hidden = self.launch(batch)
+        num_seqs = tokens.shape[0]
+        logprobs, prompt_logprobs = None, {}
+        if wanted.rows is not None:
+            tokens, self._counts = self._draw(
+                self._seats, self._counts, logits, tokens, wanted.rows
+            )
+            self._samplers[f"draw[{num_seqs}]"] = None
+        if wanted.logprobs:
+            logprobs = self._logprobs(logits, tokens)
+            self._samplers[f"logprobs[{num_seqs}]"] = None
+        for block, targets in wanted.targets.items():
+            prompt_logprobs[block] = self._prompt_logprobs(
+                self._weights, hidden[block], targets
+            )
+            self._samplers["prompt_logprobs"] = None
+        return Output(*jax.device_get((tokens, logprobs, prompt_logprobs)))
 
-        Returns:
-          `i32[seqs]`, the next token of each sequence of the bucket.
-        """
-        return np.asarray(self.launch(batch))
-
-    def launch(self, batch: Batch) -> jax.Array:
-        """Run a step without waiting; returns `i32[seqs]` on the device."""
-        packed, layout = batch.pack()
-        tokens, self._cache = self._step(
+    def launch(self, batch: Batch) -> Launched:
+        """Run a step without waiting."""
+        packed, layout = pack(batch)
+        launched, self._cache = self._step(
             self._weights, self._cache, self._pools, packed, layout
         )
-        self._buckets[batch.bucket] = None
-        return tokens
+        self._steps[batch.bucket] = None
+        return launched
+
+    def write_seat(self, seat: int, row: SeatRow) -> None:
+        """Set how a seat's tokens are drawn; nothing of what it held is left."""
+        packed, layout = pack(row)
+        self._seats, self._counts = self._write_seat(
+            self._seats, self._counts, np.int32(seat), packed, layout
+        )
+        self._samplers["write_seat"] = None
 
     def warm_up(self, buckets: Iterable[Bucket], pages_per_seq: int) -> None:
-        """Compile the programs of some buckets, by running each without a live row."""
+        """Compile the programs of some buckets, by running each without a live row.
+
+        Nobody may sit: seat 0 is written.
+        """
+        params = SamplingParams()
+        row = SeatRow.of(
+            params, seed=0, prompt=(), stop_ids=(), vocab_size=self.vocab_size
+        )
+        self.write_seat(0, row)
+        targets = {0: np.zeros(BLOCK_ROWS, np.int32)}
         for bucket in buckets:
-            self.step(Batch.of([], bucket, pages_per_seq))
+            rows = np.full((2, bucket.seqs), -1, np.int32)
+            wanted = Wanted(rows=rows, logprobs=True, targets=targets)
+            self.step(Batch.of([], bucket, pages_per_seq), wanted)
 
     def write_adapter(
         self, adapter: Adapter, pages: Mapping[str, Sequence[int]]
@@ -175,7 +258,20 @@ class Runner:
 
 
 def _flat_step(structure, implementation, weights, cache, pools, packed, layout):
-    graph, state = jax.tree.unflatten(structure, weights)
-    model = nnx.merge(graph, state)
-    batch = Batch.unpack(packed, layout)
-    return run_step(model, cache, pools, batch, implementation=implementation)
+    model = nnx.merge(*jax.tree.unflatten(structure, weights))
+    batch = unpack(packed, layout)
+    result = run_step(model, cache, pools, batch, implementation=implementation)
+    hidden = result.hidden
+    padding = -hidden.shape[0] % BLOCK_ROWS
+    hidden = jnp.pad(hidden, ((0, padding), (0, 0)))
+    blocks = tuple(jnp.split(hidden, hidden.shape[0] // BLOCK_ROWS))
+    return Launched(result.likely, result.logits, blocks), result.cache
+
+
+def _flat_write_seat(seats, counts, seat, packed, layout):
+    return write_seat(seats, counts, seat, unpack(packed, layout))
+
+
+def _flat_prompt_logprobs(structure, weights, hidden, targets):
+    model = nnx.merge(*jax.tree.unflatten(structure, weights))
+    return token_logprobs(model.logits(hidden), targets)

@@ -1,8 +1,10 @@
-"""One forward and one sampling: what a step is, for every caller.
+"""One forward: what a step is, for every caller.
 
 Pure; knows a batch's arrays, the model, the cache and the pools. Knows nothing of how
-steps follow each other.
+steps follow each other, nor of how tokens are drawn.
 """
+
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
@@ -10,7 +12,24 @@ from jax import Array
 from punica_jax.batch import Batch
 from punica_jax.models import CachedAttention, KvCache, Llama, LoraPools
 from punica_jax.pallas_kernels import segment_metadata
-from punica_jax.sampling import sample
+from punica_jax.sampling import most_likely
+
+
+class StepResult(NamedTuple):
+    """What a forward gives.
+
+    Attributes:
+      likely: `i32[seqs]`, the most likely next token of each sequence, meaningless
+        for idle ones.
+      logits: `f32[seqs, vocab]`, the model's own.
+      hidden: `[rows, hidden]`, after the last normalisation.
+      cache: with the rows' keys and values.
+    """
+
+    likely: Array
+    logits: Array
+    hidden: Array
+    cache: KvCache
 
 
 def run_step(
@@ -20,8 +39,8 @@ def run_step(
     batch: Batch,
     *,
     implementation: str | None = None,
-) -> tuple[Array, KvCache]:
-    """Run the decoder on a batch and choose each sequence's next token.
+) -> StepResult:
+    """Run the decoder on a batch, up to each sequence's logits.
 
     Args:
       model: the base model.
@@ -29,10 +48,6 @@ def run_step(
       pools: the loaded adapters, or None.
       batch: the rows; arrays may be traced.
       implementation: see `pallas_kernels.resolve`.
-
-    Returns:
-      `i32[seqs]`, the next token of each sequence (meaningless for idle ones), and
-      the cache with the rows' keys and values.
     """
     rows = batch.tokens.shape[0]
     attend = CachedAttention(
@@ -54,11 +69,4 @@ def run_step(
         implementation=implementation,
     )
     logits = model.logits(hidden[batch.logit_rows])
-    # The generated token's own position: all of the sequence comes before it.
-    tokens = sample(
-        logits,
-        jnp.asarray(batch.temperature),
-        jnp.asarray(batch.seeds),
-        jnp.asarray(batch.seqs.kv_lens),
-    )
-    return tokens, attend.cache
+    return StepResult(most_likely(logits), logits, hidden, attend.cache)

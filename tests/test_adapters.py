@@ -63,7 +63,7 @@ def test_load_use_free():
     adapters = table()
     assert len(adapters) == 0
     loaded = load(adapters, "x", qkv=2, o=1)
-    assert loaded == LoadedAdapter("x", 0, {"qkv": (0, 1), "o": (0,)}, REPORT)
+    assert loaded == LoadedAdapter("x", 0, {"qkv": (0, 1), "o": (0,)}, REPORT, 1)
     assert load(adapters, "y", qkv=1).pages == {"qkv": (2,), "o": ()}
     assert list(adapters) == ["x", "y"]
     assert adapters.slot_of("y") == 1
@@ -177,11 +177,12 @@ def test_no_pages_left():
     load(adapters, "x", qkv=4)
     assert refusal(adapters, "y", qkv=3) == (
         "adapter 'y' does not fit: it needs 3 rank pages of group qkv, of which 2 of 6 "
-        "are free; unload an adapter or raise num_pages; loaded are 'x'"
+        "are free; unload an adapter or raise adapter_memory or num_slots; loaded are "
+        "'x'"
     )
     assert refusal(adapters, "y", qkv=1, o=5) == (
         "adapter 'y' does not fit: it needs 5 rank pages of group o, of which there "
-        "are 4; raise num_pages"
+        "are 4; raise adapter_memory or num_slots"
     )
 
 
@@ -191,7 +192,7 @@ def test_no_pages_left_for_a_replacement():
     assert refusal(adapters, "x", qkv=3) == (
         "adapter 'x' does not fit: it needs 3 rank pages of group qkv, of which 2 of 6 "
         "are free (the one it replaces stays until it is ready); unload an adapter or "
-        "raise num_pages; loaded are 'x'"
+        "raise adapter_memory or num_slots; loaded are 'x'"
     )
 
 

@@ -4,14 +4,18 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from punica_jax.batch import Batch, Bucket, Buckets
+from punica_jax.batch import BLOCK_ROWS, Batch, Bucket, Buckets, Wanted
+from punica_jax.packing import pack, unpack
 from punica_jax.sequence import Chunk
 
 
 def test_default_programs_are_few():
     buckets = list(Buckets(max_seqs=32, max_rows=2048))
-    assert len(buckets) == len(set(buckets)) <= 24
+    assert len(buckets) == len(set(buckets))
     assert len({bucket.name for bucket in buckets}) == len(buckets)
+    # One program a bucket, two more for each number of sequences (draw, logprobs), and
+    # two of their own (write_seat, prompt_logprobs).
+    assert len(buckets) + 2 * len({bucket.seqs for bucket in buckets}) + 2 <= 24
 
 
 @given(
@@ -24,10 +28,7 @@ def test_every_choice_is_listed_and_large_enough(max_seqs, max_rows, data):
     seqs = data.draw(st.integers(1, max_seqs))
     rows = data.draw(st.integers(seqs, max_rows))
     lengths = [rows - seqs + 1] + [1] * (seqs - 1)
-    chunks = [
-        Chunk(tokens=[0] * n, kv_len=n, pages=[], slot=-1, temperature=0.0, seed=0)
-        for n in lengths
-    ]
+    chunks = [Chunk(tokens=[0] * n, kv_len=n, pages=[], slot=-1) for n in lengths]
     bucket = buckets.of(chunks)
     assert bucket in set(buckets)
     assert bucket.rows >= rows and bucket.seqs >= seqs
@@ -36,14 +37,7 @@ def test_every_choice_is_listed_and_large_enough(max_seqs, max_rows, data):
 
 def test_layout():
     def chunk(tokens, kv_len, pages, slot):
-        return Chunk(
-            tokens=tokens,
-            kv_len=kv_len,
-            pages=pages,
-            slot=slot,
-            temperature=0.5,
-            seed=2**32 - 1,
-        )
+        return Chunk(tokens=tokens, kv_len=kv_len, pages=pages, slot=slot)
 
     batch = Batch.of(
         [chunk([7, 8, 9], 5, [3], 1), chunk([4], 20, [0, 2], -1)],
@@ -59,22 +53,19 @@ def test_layout():
         batch.seqs.page_table, [[3, 0], [0, 2], [0, 0], [0, 0]]
     )
     np.testing.assert_array_equal(batch.logit_rows[:2], [2, 3])
-    assert batch.seeds[0] == 2**32 - 1 and batch.seeds.dtype == np.uint32
 
 
 def test_packing_is_exact():
-    chunk = Chunk(
-        tokens=[7, 8], kv_len=2, pages=[1], slot=-1, temperature=0.7, seed=2**32 - 1
-    )
+    chunk = Chunk(tokens=[7, 8], kv_len=2, pages=[1], slot=-1)
     batch = Batch.of([chunk] * 3, Bucket(8, 4, 8), pages_per_seq=2)
-    packed, layout = batch.pack()
+    packed, layout = pack(batch)
     assert packed.dtype == np.int32 and packed.ndim == 1
-    again = Batch.unpack(jnp.asarray(packed), layout)
+    again = unpack(jnp.asarray(packed), layout)
     assert again.bucket == batch.bucket
     for left, right in zip(jax.tree.leaves(again), jax.tree.leaves(batch), strict=True):
         assert left.dtype == right.dtype
         np.testing.assert_array_equal(left, right)
-    assert hash(layout) == hash(batch.pack()[1]) and layout == batch.pack()[1]
+    assert hash(layout) == hash(pack(batch)[1]) and layout == pack(batch)[1]
 
 
 def test_a_batch_without_chunks_is_idle():
@@ -82,3 +73,26 @@ def test_a_batch_without_chunks_is_idle():
     assert (batch.slots == -1).all()
     assert not np.asarray(batch.seqs.bounds).any()
     assert batch.bucket == (8, 4, 8)
+
+
+def test_nothing_is_wanted_of_plain_chunks():
+    chunks = [Chunk(tokens=[7, 8], kv_len=2, pages=[1], slot=-1)] * 3
+    wanted = Wanted.of(chunks, Bucket(8, 4, 8))
+    assert (wanted.rows, wanted.logprobs, wanted.targets) == (None, False, {})
+
+
+def test_what_is_wanted_is_laid_out_by_row():
+    long = range(100, 100 + BLOCK_ROWS)
+    chunks = [
+        Chunk(tokens=[1], kv_len=9, pages=[1], slot=-1, seat=3),
+        Chunk(tokens=long, kv_len=80, pages=[1], slot=-1, targets=list(long)),
+        Chunk(tokens=[5, 6], kv_len=2, pages=[2], slot=-1, wants_logprobs=True),
+    ]
+    wanted = Wanted.of(chunks, Bucket(128, 4, 128))
+    assert wanted.rows is not None and wanted.logprobs
+    assert wanted.rows[0].tolist() == [3, -1, -1, -1]
+    assert wanted.rows[1, 0] == 9
+    # The second chunk's rows are 1 to 64: all but one in the first block.
+    assert wanted.targets.keys() == {0, 1}
+    assert wanted.targets[0].tolist() == [0, *long[:-1]]
+    assert wanted.targets[1].tolist() == [long[-1]] + [0] * (BLOCK_ROWS - 1)

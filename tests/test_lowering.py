@@ -9,8 +9,14 @@ from flax import nnx
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from punica_jax.batch import Batch, Buckets
-from punica_jax.models import KvCache, Llama, LoraPools
-from punica_jax.pallas_kernels import lora, pack_adapters, segment_metadata
+from punica_jax.models import GroupPools, KvCache, Llama, LoraPools
+from punica_jax.pallas_kernels import (
+    lora,
+    lora_gated,
+    lora_rotary,
+    pack_adapters,
+    segment_metadata,
+)
 from punica_jax.sequence import Chunk
 from punica_jax.step import run_step
 from tests.tiny_checkpoint import CONFIG
@@ -80,6 +86,51 @@ def test_metadata_of_many_rows_is_xlas():
     assert lower(build, jnp.zeros((8193,), jnp.int32)) == []
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("max_rank", [16, 64, 128])
+def test_epilogues(dtype, max_rank):
+    def pool(*d_outs):
+        groups = GroupPools.zeros(
+            64,
+            d_outs,
+            num_layers=1,
+            num_slots=3,
+            num_pages=4,
+            max_rank=max_rank,
+            dtype=dtype,
+        )
+        return groups.layer(0)
+
+    def forward(x, gate_up, qkv, table, pages, at, slots, pools):
+        kernels = {"implementation": "pallas_triton"}
+        segments = segment_metadata(slots, num_slots=3, **kernels)
+        cache = ((table, table), pages, pages, at, at)
+        return [
+            lora_gated(gate_up, **kernels),
+            lora_gated(gate_up, x, pools[0], segments, **kernels),
+            lora_rotary(qkv, *cache, **kernels),
+            lora_rotary(qkv, *cache, x, pools[1], segments, **kernels),
+        ]
+
+    rows = 9
+    index = jnp.zeros((rows,), jnp.int32)
+    calls = lower(
+        forward,
+        jnp.zeros((rows, 64), dtype),
+        jnp.zeros((rows, 2 * 344), dtype),
+        jnp.zeros((rows, 6 * 80), dtype),
+        jnp.zeros((rows, 80), dtype),
+        jnp.zeros((4, 1, 16, 80), dtype),
+        index,
+        index,
+        (pool(344, 344), pool(320, 80, 80)),
+    )
+    base = ["lora_gated_expand", "lora_rotary_expand"]
+    assert sorted(names(calls)) == sorted(
+        [*base, *base, "lora_shrink", "lora_shrink", "segment_metadata"]
+    )
+
+
 @pytest.mark.parametrize("form", ["decode", "prefill"])
 def test_whole_step(form):
     model = nnx.eval_shape(lambda: Llama(CONFIG, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
@@ -88,9 +139,7 @@ def test_whole_step(form):
         CONFIG, num_slots=4, num_pages=8, max_rank=32, dtype=jnp.bfloat16
     )
     rows = 1 if form == "decode" else 5
-    chunk = Chunk(
-        tokens=[1] * rows, kv_len=rows, pages=[0], slot=0, temperature=0.0, seed=0
-    )
+    chunk = Chunk(tokens=[1] * rows, kv_len=rows, pages=[0], slot=0)
     chunks = [chunk] * 3
     batch = Batch.of(chunks, Buckets(4, 32).of(chunks), pages_per_seq=2)
 

@@ -17,6 +17,9 @@ def test_defaults_are_greedy():
     assert params.temperature == 0.0
     assert params.seed is None
     assert params.ignore_eos is False
+    assert params.n == 1 and params.stop == params.stop_token_ids == ()
+    assert not params.changes_logits
+    assert params == SamplingParams(stop=None, stop_token_ids=None)
 
 
 @pytest.mark.parametrize(
@@ -31,6 +34,26 @@ def test_defaults_are_greedy():
         {"seed": 0},
         {"seed": 2**32 - 1},
         {"ignore_eos": True},
+        {"n": 3, "temperature": 0.1},
+        {"max_new_tokens": 4, "min_new_tokens": 4},
+        {"top_k": None},
+        {"top_k": -1},
+        {"top_k": 0},
+        {"top_k": 10**6},
+        {"top_p": 1e-9},
+        {"min_p": 1},
+        {"repetition_penalty": 0.01},
+        {"repetition_penalty": 100},
+        {"presence_penalty": -2},
+        {"frequency_penalty": 2},
+        {"logit_bias": {}},
+        {"logit_bias": {0: -100, 5: 100}},
+        {"logit_bias": dict.fromkeys(range(300), 1.0)},
+        {"stop": ("a", "bc")},
+        {"stop_token_ids": (3, 0)},
+        {"include_stop_str_in_output": True},
+        {"logprobs": 0},
+        {"prompt_logprobs": 20},
     ],
 )
 def test_accepts_the_ends_of_every_range(fields):
@@ -74,6 +97,116 @@ def test_ignore_eos_is_a_bool(value):
     assert str(caught.value) == f"ignore_eos must be True or False, got {value!r}"
 
 
+NOT_STOP = (
+    "stop must be a text or a sequence of texts, none of them empty, got {value!r}"
+)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"n": 0}, "n must be an integer of at least 1, got 0"),
+        (
+            {"n": 2},
+            "n must be 1 at temperature 0, where all completions would be the same, "
+            "got 2",
+        ),
+        (
+            {"max_new_tokens": 3, "min_new_tokens": 4},
+            "min_new_tokens must be an integer from 0 to max_new_tokens 3, got 4",
+        ),
+        (
+            {"top_k": -2},
+            "top_k must be an integer of at least 1, or None, 0 or -1 for off, got -2",
+        ),
+        (
+            {"top_k": 1.0},
+            "top_k must be an integer of at least 1, or None, 0 or -1 for off, got 1.0",
+        ),
+        ({"top_p": 0}, "top_p must be a number above 0 and at most 1, got 0"),
+        ({"top_p": 1.1}, "top_p must be a number above 0 and at most 1, got 1.1"),
+        ({"min_p": -0.1}, "min_p must be a number from 0 to 1, got -0.1"),
+        (
+            {"repetition_penalty": 0.0},
+            "repetition_penalty must be a number above 0 and at most 100, got 0.0",
+        ),
+        (
+            {"presence_penalty": 2.5},
+            "presence_penalty must be a number from -2 to 2, got 2.5",
+        ),
+        (
+            {"frequency_penalty": float("nan")},
+            "frequency_penalty must be a number from -2 to 2, got nan",
+        ),
+        (
+            {"logit_bias": [3]},
+            "logit_bias must be a mapping of token ids to numbers, got [3]",
+        ),
+        (
+            {"logit_bias": dict.fromkeys(range(301), 1)},
+            "logit_bias must have at most 300 tokens, got 301",
+        ),
+        (
+            {"logit_bias": {-1: 1}},
+            "logit_bias must hold token ids, 0 or more, got -1",
+        ),
+        (
+            {"logit_bias": {"5": 1}},
+            "logit_bias must hold token ids, 0 or more, got '5'",
+        ),
+        (
+            {"logit_bias": {5: float("-inf")}},
+            "logit_bias of token 5 must be a number from -100 to 100, got -inf",
+        ),
+        ({"stop": ""}, NOT_STOP.format(value="")),
+        ({"stop": ["a", ""]}, NOT_STOP.format(value=["a", ""])),
+        ({"stop": b"a"}, NOT_STOP.format(value=b"a")),
+        ({"stop": [1]}, NOT_STOP.format(value=[1])),
+        ({"stop": 1}, NOT_STOP.format(value=1)),
+        (
+            {"stop_token_ids": 5},
+            "stop_token_ids must be a sequence of token ids, got 5",
+        ),
+        (
+            {"stop_token_ids": [5, True]},
+            "stop_token_ids must hold token ids, 0 or more, got True",
+        ),
+        (
+            {"include_stop_str_in_output": 1},
+            "include_stop_str_in_output must be True or False, got 1",
+        ),
+        ({"logprobs": 21}, "logprobs must be None or an integer from 0 to 20, got 21"),
+        (
+            {"prompt_logprobs": True},
+            "prompt_logprobs must be None or an integer from 0 to 20, got True",
+        ),
+    ],
+)
+def test_refusals_name_field_rule_and_value(fields, message):
+    with pytest.raises(ValueError) as caught:
+        SamplingParams(**fields)
+    assert str(caught.value) == message
+
+
+def test_containers_are_copies():
+    stop, tokens, bias = ["a"], [1], {2: 3.0}
+    params = SamplingParams(stop=stop, stop_token_ids=tokens, logit_bias=bias)
+    stop.append("b")
+    tokens.append(2)
+    bias[5] = 1.0
+    assert (params.stop, params.stop_token_ids) == (("a",), (1,))
+    assert params.logit_bias == {2: 3.0}
+    assert SamplingParams(stop="ab").stop == ("ab",)
+    assert dataclasses.replace(params, seed=1).stop == ("a",)
+
+
+def test_an_answer_in_another_place_is_equal():
+    fields = {"token_ids": (1,), "finish_reason": "stop", "adapter": None}
+    first = Completion(text="a", prompt_token_ids=(2,), **fields)
+    second = dataclasses.replace(first, prompt_index=3, sample_index=1)
+    assert first == second != dataclasses.replace(first, stop_reason=1)
+
+
 def test_values_are_frozen():
     completion = Completion(
         text="hi",
@@ -88,7 +221,9 @@ def test_values_are_frozen():
         SamplingParams().seed = 1  # pyright: ignore[reportAttributeAccessIssue]
 
 
-@pytest.mark.parametrize("name", ["request.py", "tokenizer.py", "_text_stages.py"])
+@pytest.mark.parametrize(
+    "name", ["request.py", "stops.py", "tokenizer.py", "_text_stages.py"]
+)
 def test_host_files_import_no_jax(name):
     tree = ast.parse((Path(request.__file__).parent / name).read_text())
     imported = {
@@ -100,4 +235,4 @@ def test_host_files_import_no_jax(name):
     assert imported
     roots = {module.split(".")[0] for module in imported}
     assert not roots & {"jax", "jaxlib", "flax", "jaxtyping"}
-    assert not {module for module in imported if module.startswith("punica_jax.mo")}
+    assert not {module for module in imported if module.startswith("punica_jax.models")}

@@ -95,9 +95,7 @@ def run(model):
 
 
 def chunk(tokens, kv_len, pages, slot):
-    return Chunk(
-        tokens=tokens, kv_len=kv_len, pages=pages, slot=slot, temperature=0.0, seed=0
-    )
+    return Chunk(tokens=tokens, kv_len=kv_len, pages=pages, slot=slot)
 
 
 PROMPTS = [[1, 2, 3, 4, 5], [9, 8], [7] * 17]

@@ -5,9 +5,14 @@ from punica_jax.adapters import (
     LoadedAdapter,
     UnknownAdapterError,
 )
+from punica_jax.chat import ChatTemplate
 from punica_jax.functional import lora
-from punica_jax.generate import generate
+from punica_jax.generation import generate
+from punica_jax.generation_config import GenerationConfigError
+from punica_jax.hub import HubError
 from punica_jax.llm import LLM
+from punica_jax.messages import ChatError
+from punica_jax.model_dir import ModelFileError
 from punica_jax.models import (
     AdapterError,
     AdapterReport,
@@ -23,7 +28,8 @@ from punica_jax.models import (
 )
 from punica_jax.pallas_kernels import pack_adapters, segment_metadata
 from punica_jax.pools import load_adapters
-from punica_jax.request import Completion, SamplingParams
+from punica_jax.request import Completion, SamplingParams, TokenLogprobs
+from punica_jax.stream import Piece
 from punica_jax.tokenizer import TokenizerError
 
 __all__ = [
@@ -31,15 +37,22 @@ __all__ = [
     "AdapterCapacityError",
     "AdapterError",
     "AdapterReport",
+    "ChatError",
+    "ChatTemplate",
     "CheckpointError",
     "Completion",
     "ConfigError",
+    "GenerationConfigError",
+    "HubError",
     "Llama",
     "LlamaConfig",
     "LoadedAdapter",
     "LoraLinear",
     "LoraPools",
+    "ModelFileError",
+    "Piece",
     "SamplingParams",
+    "TokenLogprobs",
     "TokenizerError",
     "UnknownAdapterError",
     "UnsupportedAdapterError",

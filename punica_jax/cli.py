@@ -1,16 +1,18 @@
-"""The command line: `punica-jax demo`, `punica-jax generate`.
+"""The command line: `punica-jax demo`, `punica-jax bench`, `punica-jax generate`.
 
 Knows nothing of models or devices: it turns words of a command into calls of the
 library and its errors into one line and an exit status.
 """
 
+import dataclasses
 import sys
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from punica_jax.bench import main as run_bench
+from punica_jax.bench_model import SHAPES, SMALL
 from punica_jax.demo import main as run_demo
 from punica_jax.llm import LLM
 from punica_jax.request import SamplingParams
@@ -61,12 +63,34 @@ def demo() -> None:
 
 
 @app.command()
+def bench(
+    shape: Annotated[
+        str, typer.Option(help=f"Of a random model: {', '.join(SHAPES)}.")
+    ] = SMALL.name,
+    rows: Annotated[int, typer.Option(help="Sequences that decode at once.")] = 8,
+) -> None:
+    """Time decode steps without, with one and with many adapters, on this device.
+
+    Then one product against a plain gather. The repository's benchmarks/ is the long
+    form.
+    """
+    try:
+        run_bench(shape, rows)
+    except ValueError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from error
+
+
+@app.command()
 def generate(
-    model_dir: Annotated[Path, typer.Argument(help="A Hugging Face Llama directory.")],
+    model: Annotated[
+        str,
+        typer.Argument(help="A Hugging Face directory or hub id, ORG/NAME[@REVISION]."),
+    ],
     prompts: Annotated[list[str], typer.Argument(help="One request each.")],
     adapter: Annotated[
         list[str] | None,
-        typer.Option(help="Load a PEFT directory: NAME=PATH. May be repeated."),
+        typer.Option(help="Load a PEFT directory or hub id: NAME=PATH. Repeatable."),
     ] = None,
     use: Annotated[
         list[str] | None,
@@ -75,10 +99,32 @@ def generate(
             "repeated, one for each."
         ),
     ] = None,
+    chat: Annotated[
+        bool,
+        typer.Option(
+            "--chat", help="Each prompt is a user's message, for the chat template."
+        ),
+    ] = False,
     max_new_tokens: Annotated[
-        int, typer.Option(help="Most tokens of an answer.")
-    ] = 128,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+        int | None, typer.Option(help="Most tokens of an answer.")
+    ] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
+    top_k: Annotated[
+        int | None, typer.Option(help="Sample among so many most likely tokens.")
+    ] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="Sample among those that hold this much.")
+    ] = None,
+    min_p: Annotated[
+        float | None,
+        typer.Option(help="Sample among those at least so likely beside the first."),
+    ] = None,
+    repetition_penalty: Annotated[
+        float | None, typer.Option(help="Above 1: repeat less.")
+    ] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="A text that ends an answer. Repeatable.")
+    ] = None,
     seed: Annotated[
         int | None, typer.Option(help="Fixes the random numbers of sampling.")
     ] = None,
@@ -86,25 +132,41 @@ def generate(
         int | None, typer.Option(help="Most tokens of prompt and answer together.")
     ] = None,
 ) -> None:
-    """Answer prompts with one model in one batch, each with its own adapter."""
+    """Answer prompts with one model in one batch, each with its own adapter.
+
+    What is not given is as the model's generation_config.json has it.
+    """
+    given = {
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "stop": stop or None,
+        "seed": seed,
+    }
+    given = {name: value for name, value in given.items() if value is not None}
     try:
-        sampling = SamplingParams(
-            max_new_tokens=max_new_tokens, temperature=temperature, seed=seed
-        )
+        SamplingParams(**given)  # refuses before anything is loaded
         paths = dict(_named_path(text) for text in adapter or [])
         names = _adapter_of_each_prompt(use or [BASE], len(prompts))
 
         llm = LLM(
-            model_dir,
+            model,
             adapters=paths,
             max_model_len=max_model_len,
             progress=sys.stdout.isatty(),  # a pipe gets the answers alone
         )
+        sampling = dataclasses.replace(llm.default_sampling, **given)
+        asked = prompts
+        if chat:
+            asked = llm.encode_chat([[{"role": "user", "content": p}] for p in prompts])
         if len(prompts) == 1:
-            llm.generate(prompts, names, sampling, on_token=_print_piece)
+            llm.generate(asked, names, sampling, on_token=_print_piece)
             typer.echo()
             return
-        outs = llm.generate(prompts, names, sampling)
+        outs = llm.generate(asked, names, sampling)
     except (ValueError, OSError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from error
@@ -117,13 +179,13 @@ def _print_piece(index: int, piece: str) -> None:
     typer.echo(piece, nl=False)
 
 
-def _named_path(text: str) -> tuple[str, Path]:
+def _named_path(text: str) -> tuple[str, str]:
     name, equals, path = text.partition("=")
     if not (name and equals and path) or name == BASE:
         raise ValueError(
             f"--adapter must be NAME=PATH with a name other than {BASE!r}, got {text!r}"
         )
-    return name, Path(path)
+    return name, path
 
 
 def _adapter_of_each_prompt(use: list[str], num_prompts: int) -> list[str | None]:

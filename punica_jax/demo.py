@@ -68,7 +68,7 @@ def run(llm: LLM, cases: Sequence[Case], console: Console) -> bool:
     sampling = SamplingParams(max_new_tokens=MAX_NEW_TOKENS)
 
     with console.status("Compiling the mixed-adapter step"):
-        llm.generate(prompts, adapters, sampling)
+        llm.generate(prompts, adapters, sampling, progress=False)
     num_programs = len(llm.programs)
 
     rows = _Rows(cases, console)

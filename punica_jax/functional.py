@@ -36,6 +36,9 @@ def lora(
       slots: adapter of each row; -1, or anything that is no slot, for none.
       implementation: see `pallas_kernels.resolve`; None chooses by device.
 
+    Returns:
+      `y` with the products added, in its dtype.
+
     Raises:
       ValueError: shapes or dtypes do not fit.
     """

@@ -5,31 +5,33 @@ runner's business, and which sequences run in it the engine's.
 """
 
 import contextlib
-import json
-import threading
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+import os
+from collections import deque
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Unpack
 
-import jax
 import jax.numpy as jnp
 
+from punica_jax.adapter_loader import AdapterLoader
 from punica_jax.adapters import AdapterTable, LoadedAdapter
+from punica_jax.chat import ChatOptions, ChatTemplate
 from punica_jax.engine import Engine
-from punica_jax.models import (
-    MODULE_GROUPS,
-    AdapterError,
-    LlamaConfig,
-    load_model,
-    read_adapter,
-)
+from punica_jax.exclusive import Exclusive
+from punica_jax.generation_config import GenerationConfig
+from punica_jax.hub import local_dir
+from punica_jax.memory import DeviceMemory, MemoryPlan, default_device, default_dtype
+from punica_jax.model_dir import ModelDir
+from punica_jax.models import MODULE_GROUPS, LlamaConfig, load_model
 from punica_jax.pallas_kernels import resolve
+from punica_jax.progress import answering
 from punica_jax.prompts import Prompts
 from punica_jax.request import Completion, SamplingParams
 from punica_jax.runner import Runner
-from punica_jax.sequence import TokenCallback
+from punica_jax.sequence import SequenceState, TokenCallback
 from punica_jax.sizes import Sizes
+from punica_jax.stream import Piece, pieces
+from punica_jax.summary import summary
 from punica_jax.tokenizer import Tokenizer
 
 _DEFAULT_MAX_MODEL_LEN = 2048
@@ -38,17 +40,22 @@ _DEFAULT_MAX_MODEL_LEN = 2048
 class LLM:
     """A base model and the LoRA adapters loaded beside it.
 
+    `print(llm)` tells what is resident, and how many bytes each part takes.
+
     Attributes:
       config: the base model's sizes.
       tokenizer: its tokenizer.
+      chat_template: its chat templates.
       max_model_len: most tokens of a sequence, prompt and output.
+      default_sampling: what requests get that say nothing of sampling; from the
+        checkpoint's `generation_config.json`.
       adapters: the loaded adapters by name.
     """
 
     def __init__(
         self,
-        path: str | Path,
-        adapters: Mapping[str, str | Path] | None = None,
+        model: str | os.PathLike[str],
+        adapters: Mapping[str, str | os.PathLike[str]] | None = None,
         *,
         dtype: Any = None,
         max_model_len: int | None = None,
@@ -56,34 +63,42 @@ class LLM:
         num_slots: int = 32,
         max_rank: int = 64,
         page_size: int = 64,
+        kv_memory: float | None = None,
+        adapter_memory: float | None = None,
         implementation: str | None = None,
         progress: bool = True,
     ):
-        """Load a Hugging Face Llama directory, and adapters from PEFT directories.
+        """Load a Hugging Face model, and adapters from PEFT directories.
 
         Args:
-          path: the model's directory.
-          adapters: name -> PEFT directory, to begin with.
+          model: a directory, or an id of the Hugging Face hub: `org/name` or
+            `org/name@revision`. A directory that exists wins.
+          adapters: name -> PEFT directory or id, to begin with.
           dtype: float32, bfloat16 or float16, of the weights, the cache and the
-            adapters; None means bfloat16, on a CPU float32.
+            adapters; None means bfloat16; on a CPU float32, and float16 on NVIDIA GPUs
+            that have no bfloat16.
           max_model_len: most tokens of a sequence; None means what the model was made
-            for, at most 2048. The KV cache is `max_seats` times that.
+            for, at most 2048.
           max_seats: sequences in flight at one time.
           num_slots: adapters loaded at one time.
-          max_rank: greatest rank of an adapter, at most 512. The device has room for
-            `num_slots` adapters of this rank, and one more, so that any of them can be
-            replaced.
+          max_rank: greatest rank of an adapter, at most 512.
           page_size: tokens of a KV page, a power of two of at least 16.
+          kv_memory: most memory of the KV cache: bytes, or as a float up to 1.0 a
+            fraction of the device's. Sequences wait while it is full. None means room
+            for `max_seats` sequences of `max_model_len`.
+          adapter_memory: the same for the adapters. None means room for `num_slots` of
+            `max_rank`, and one more, so that any of them can be replaced.
           implementation: see `pallas_kernels.resolve`.
-          progress: show a progress bar while loading.
+          progress: show progress bars while fetching and loading.
 
         Raises:
-          ValueError: a size or a file breaks a rule, or an adapter does not fit the
-            model. Sizes are checked before weights are read.
+          ValueError: a name, a size or a file breaks a rule, an adapter does not fit
+            the model, or all of it does not fit the device. Sizes are checked before
+            weights are read.
         """
         implementation = resolve(implementation)
-        path = Path(path)
-        config = LlamaConfig.from_dir(path, max_model_len=max_model_len)
+        files = ModelDir(local_dir(model, "model", progress=progress))
+        config = LlamaConfig.from_hf(files.config, max_model_len=max_model_len)
         if max_model_len is None:
             max_model_len = min(config.max_position_embeddings, _DEFAULT_MAX_MODEL_LEN)
         sizes = Sizes(
@@ -94,34 +109,64 @@ class LLM:
             page_size=page_size,
         )
         sizes.check_model(config)
-        if dtype is None:
-            on_cpu = jax.default_backend() == "cpu"
-            dtype = jnp.float32 if on_cpu else jnp.bfloat16
+        device = default_device()
+        dtype = default_dtype(device) if dtype is None else dtype
+        self._plan = MemoryPlan.of(
+            config,
+            sizes,
+            dtype,
+            DeviceMemory.of(device),
+            kv_memory=kv_memory,
+            adapter_memory=adapter_memory,
+        )
+        sizes = self._plan.sizes
         self.config = config
         self.max_model_len = max_model_len
-        self.tokenizer = Tokenizer.from_dir(path)
-        self._base_name = _base_name(path)
-        self._lock = threading.Lock()
+        self.tokenizer = Tokenizer.from_dir(files)
+        self.chat_template = ChatTemplate.from_dir(files)
+        self._generation_config = GenerationConfig.from_dir(files)
+        self.default_sampling = self._generation_config.sampling
+        self._name = files.model_name
+        self._progress = progress
+        self._exclusive = Exclusive()
         self._table = AdapterTable(
             num_slots, dict.fromkeys(MODULE_GROUPS, sizes.num_rank_pages), max_rank
         )
+        # Before the weights: fetching may fail.
+        adapter_dirs = {
+            name: local_dir(path, "adapter", progress=progress)
+            for name, path in (adapters or {}).items()
+        }
         self._runner = Runner(
-            load_model(
-                path, dtype=dtype, max_model_len=max_model_len, progress=progress
-            ),
+            load_model(files.path, dtype=dtype, config=config, progress=progress),
             num_kv_pages=sizes.num_kv_pages,
             page_size=page_size,
+            num_seats=max_seats,
             num_slots=num_slots,
             num_rank_pages=sizes.num_rank_pages,
             max_rank=max_rank,
             implementation=implementation,
         )
         self._engine = Engine(self._runner, sizes)
+        self._loader = AdapterLoader(
+            self._runner, self._table, config, files.model_name
+        )
         self._prompts = Prompts(
             self.tokenizer, self._table, config.vocab_size, max_model_len
         )
-        for name, adapter_path in (adapters or {}).items():
-            self.load_adapter(name, adapter_path)
+        for name, folder in adapter_dirs.items():
+            self._loader.load(name, folder)
+
+    def __repr__(self) -> str:
+        return summary(
+            name=f"LLM {self._name}",
+            config=self.config,
+            dtype=jnp.dtype(self._runner.dtype).name,
+            plan=self._plan,
+            table=self._table,
+            programs=self.programs,
+            defaults=self._generation_config,
+        )
 
     @property
     def adapters(self) -> Mapping[str, LoadedAdapter]:
@@ -138,43 +183,31 @@ class LLM:
         return self._runner.programs
 
     def load_adapter(
-        self, name: str, path: str | Path, *, allow_nan: bool = False
+        self, name: str, path: str | os.PathLike[str], *, allow_nan: bool = False
     ) -> LoadedAdapter:
-        """Load a PEFT directory under a name; one loaded under that name is replaced.
+        """Load a PEFT adapter under a name; one loaded under that name is replaced.
 
         The new weights are complete and checked before any row sees them. Compiles
         nothing.
 
         Args:
           name: what prompts call it.
-          path: the PEFT directory.
+          path: the PEFT directory, or an id of the Hugging Face hub.
           allow_nan: accept weights that are not finite.
 
+        Returns:
+          The adapter as it is loaded now, with its report.
+
         Raises:
+          HubError: there is no such directory, and it cannot be fetched.
           UnsupportedAdapterError: it uses a PEFT feature that is not supported.
           AdapterError: its files are broken, fit another base, or are not finite.
           AdapterCapacityError: no slot or no pages are free, or its rank is too great.
         """
-        adapter = read_adapter(
-            path, self.config, dtype=self._runner.dtype, base_name=self._base_name
-        )
-        num_pages = {group: adapter.num_pages(group) for group in MODULE_GROUPS}
         with self._exclusive("load_adapter"):
-            placement = self._table.allocate(name, num_pages, adapter.rank)
-            try:
-                finite = self._runner.write_adapter(adapter, placement.pages)
-                if not finite and not allow_nan:
-                    raise AdapterError(
-                        f"adapter {name!r} at {path} has weights that are NaN or "
-                        "infinite; all must be finite (allow_nan=True loads it all "
-                        "the same)"
-                    )
-                self._runner.show_adapter(placement.slot, adapter, placement.pages)
-            except BaseException:
-                self._table.cancel(placement)
-                raise
-            self._table.publish(placement, adapter.report)
-        return self._table[name]
+            return self._loader.load(
+                name, path, allow_nan=allow_nan, progress=self._progress
+            )
 
     def unload_adapter(self, name: str) -> None:
         """Forget an adapter; its slot and pages are free for others.
@@ -183,7 +216,7 @@ class LLM:
           UnknownAdapterError: no adapter of that name is loaded.
         """
         with self._exclusive("unload_adapter"):
-            self._runner.clear_slot(self._table.free(name).slot)
+            self._loader.unload(name)
 
     def generate(
         self,
@@ -192,54 +225,136 @@ class LLM:
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         on_token: TokenCallback | None = None,
+        progress: bool | None = None,
     ) -> list[Completion]:
         """Answer every prompt under its own adapter, many in one batch.
 
         Args:
-          prompts: texts, or token ids.
+          prompts: texts, lists of token ids, or some of each.
           adapters: one name (or None, the base alone) for all prompts, or one each.
-          sampling: one for all prompts, or one each.
-          on_token: called with a prompt's index and its newest text, as it comes.
+          sampling: one for all prompts, or one each; None is `default_sampling`.
+          on_token: called with a completion's place in the list and its newest text,
+            as it comes.
+          progress: show a progress bar; None means where standard error is a terminal,
+            there are several prompts and no `on_token`.
 
         Returns:
-          One completion a prompt, in order.
+          One completion a prompt, or as many as its `n`, in order.
 
         Raises:
           ValueError: a prompt is empty, too long or has a token outside the
             vocabulary; an adapter is unknown; lengths differ. Nothing has run then.
           RuntimeError: another call is running, in a thread or around `on_token`.
         """
-        with self._exclusive("generate"):
+        if progress is None and on_token is not None:
+            progress = False
+        with (
+            self._running("generate", prompts, adapters, sampling, on_token) as seqs,
+            answering(len(seqs), progress) as show,
+        ):
+            while self._engine.busy:
+                self._engine.step()
+                show(sum(one.finish_reason is not None for one in seqs))
+        return [sequence.completion() for sequence in seqs]
+
+    def stream(
+        self,
+        prompts: str | Sequence[str] | Sequence[Sequence[int]],
+        adapters: str | Sequence[str | None] | None = None,
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> Generator[Piece, None, None]:
+        """Answer as `generate` does, and yield the texts piece by piece.
+
+        The pieces of all completions mix, as they come; the last of each carries it.
+        The arguments are checked at once. From this call on until the last piece other
+        calls are refused; leaving earlier (`close()`, or a `for` loop that ends) frees
+        everything.
+
+        Args:
+          prompts: see `generate`; and so `adapters` and `sampling`.
+
+        Yields:
+          Pieces, in the order in which they come.
+
+        Raises:
+          ValueError, RuntimeError: see `generate`.
+        """
+        stream = self._stream(prompts, adapters, sampling)
+        # To its first yield, which is none of the pieces: a generator that has not
+        # begun would neither check nor clean up.
+        next(stream)
+        return stream
+
+    def _stream(
+        self, prompts: Any, adapters: Any, sampling: Any
+    ) -> Generator[Piece, None, None]:
+        fresh: deque[Piece] = deque()
+
+        def collect(index: int, text: str) -> None:
+            fresh.append(Piece(index, text))
+
+        with self._running("stream", prompts, adapters, sampling, collect) as sequences:
+            yield Piece(-1, "")
+            yield from pieces(self._engine, sequences, fresh)
+
+    def encode_chat(
+        self, messages: Sequence[Any], **options: Unpack[ChatOptions]
+    ) -> list[list[int]]:
+        """Turn conversations into prompts of token ids, by the chat template.
+
+        The template writes the special tokens; the tokenizer adds none.
+
+        Args:
+          messages: one conversation or a list; see `ChatTemplate.render`.
+          **options: those of `ChatTemplate.render`.
+
+        Returns:
+          One list of token ids for each conversation.
+
+        Raises:
+          ChatError: a message is malformed, there is no template, or it fails.
+        """
+        return [
+            self.tokenizer.encode(text, add_special_tokens=False)
+            for text in self.chat_template.render(messages, **options)
+        ]
+
+    def chat(
+        self,
+        messages: Sequence[Any],
+        adapters: str | Sequence[str | None] | None = None,
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        on_token: TokenCallback | None = None,
+        progress: bool | None = None,
+        **options: Unpack[ChatOptions],
+    ) -> list[Completion]:
+        """Answer conversations: `generate` of `encode_chat`.
+
+        Args:
+          messages: one conversation or a list; see `ChatTemplate.render`.
+          adapters: see `generate`; and so `sampling`, `on_token` and `progress`.
+          **options: those of `ChatTemplate.render`.
+
+        Returns:
+          A list, also for a single conversation; see `generate`.
+        """
+        prompts = self.encode_chat(messages, **options)
+        return self.generate(
+            prompts, adapters, sampling, on_token=on_token, progress=progress
+        )
+
+    @contextlib.contextmanager
+    def _running(
+        self, what: str, prompts: Any, adapters: Any, sampling: Any, on_token: Any
+    ) -> Iterator[list[SequenceState]]:
+        """Hand checked prompts to the engine; whatever is left of them goes at last."""
+        with self._exclusive(what):
+            if sampling is None:
+                sampling = self.default_sampling
             sequences = self._prompts.sequences(prompts, adapters, sampling, on_token)
             self._engine.add(sequences)
             try:
-                while self._engine.busy:
-                    self._engine.step()
+                yield sequences
             finally:
                 self._engine.clear()
-        return [sequence.completion() for sequence in sequences]
-
-    @contextlib.contextmanager
-    def _exclusive(self, what: str) -> Iterator[None]:
-        # Seats, slots and pages have one user at a time: a call inside another would
-        # write over the sequences in flight.
-        if not self._lock.acquire(blocking=False):
-            raise RuntimeError(
-                f"{what} was called while another call of this LLM is running; an LLM "
-                "takes one call at a time, on_token callbacks included"
-            )
-        try:
-            yield
-        finally:
-            self._lock.release()
-
-
-def _base_name(path: Path) -> str:
-    """Return what a model is called: by its config, the hub's cache, or its folder."""
-    name = json.loads((path / "config.json").read_text()).get("_name_or_path")
-    if name:
-        return str(name)
-    for folder in (path, *path.resolve().parents):
-        if folder.name.startswith("models--"):
-            return folder.name.removeprefix("models--").replace("--", "/")
-    return path.resolve().name

@@ -23,6 +23,8 @@ class Sizes:
       num_slots: adapters loaded at one time.
       max_rank: greatest rank of an adapter, at most 512.
       page_size: tokens of a KV page, a power of two of at least 16.
+      max_kv_pages: most KV pages, None for as many as all seats can use.
+      max_rank_pages: most rank pages of a group, None for as many as all slots can use.
 
     Raises:
       ValueError: a size breaks its rule.
@@ -33,9 +35,13 @@ class Sizes:
     num_slots: int
     max_rank: int
     page_size: int
+    max_kv_pages: int | None = None
+    max_rank_pages: int | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):
+            if field.default is None and getattr(self, field.name) is None:
+                continue
             value = getattr(self, field.name)
             if not is_integer(value) or value < 1:
                 raise ValueError(
@@ -56,12 +62,18 @@ class Sizes:
 
     @property
     def num_kv_pages(self) -> int:
-        return self.max_seats * self.pages_per_seq
+        return _at_most(self.max_seats * self.pages_per_seq, self.max_kv_pages)
+
+    @property
+    def pages_per_adapter(self) -> int:
+        """Rank pages that an adapter of `max_rank` has in a group."""
+        return -(-self.max_rank // RANK_PAGE)
 
     @property
     def num_rank_pages(self) -> int:
         """Rank pages of a group: one adapter more than slots, for replacing one."""
-        return (self.num_slots + 1) * -(-self.max_rank // RANK_PAGE)
+        wanted = (self.num_slots + 1) * self.pages_per_adapter
+        return _at_most(wanted, self.max_rank_pages)
 
     def check_model(self, config: LlamaConfig) -> None:
         """Raise ValueError if a model cannot be served so."""
@@ -85,3 +97,7 @@ class Sizes:
             raise ValueError(
                 f"head_dim must be at most {_MAX_HEAD_DIM}, got {config.head_dim}"
             )
+
+
+def _at_most(wanted: int, limit: int | None) -> int:
+    return wanted if limit is None else min(wanted, limit)

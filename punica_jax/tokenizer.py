@@ -12,6 +12,7 @@ from typing import Any
 import tokenizers
 
 from punica_jax._text_stages import streaming_stages
+from punica_jax.model_dir import ModelDir
 
 
 class TokenizerError(ValueError):
@@ -66,17 +67,18 @@ class Tokenizer:
             self._check_id(token_id)
 
     @classmethod
-    def from_dir(cls, path: str | Path) -> "Tokenizer":
+    def from_dir(cls, path: str | Path | ModelDir) -> "Tokenizer":
         """Read a Hugging Face model directory.
 
         `tokenizer.json` is required. The stop ids are `eos_token_id` (an id or a list)
         of `generation_config.json`, else of `config.json`.
 
         Raises:
-            TokenizerError: a file is missing or malformed, or a stop id is no token.
+            TokenizerError: the file is missing or malformed, or a stop id is no token.
+            ModelFileError: one of the other files is malformed.
         """
-        path = Path(path)
-        file = path / "tokenizer.json"
+        files = path if isinstance(path, ModelDir) else ModelDir(path)
+        file = files.path / "tokenizer.json"
         if not file.is_file():
             raise TokenizerError(
                 f"{file}: no such file; a model directory needs a tokenizer.json. Write"
@@ -88,10 +90,10 @@ class Tokenizer:
         # The library raises the bare Exception class for every malformed file.
         except Exception as error:
             raise TokenizerError(f"{file}: not a tokenizer file: {error}") from error
-        eos_token_ids = _eos_token_ids(path / "generation_config.json")
+        eos_token_ids = _eos_token_ids(files, "generation_config.json")
         if eos_token_ids is None:
-            eos_token_ids = _eos_token_ids(path / "config.json")
-        model_vocab_size = _read_json_object(path / "config.json").get("vocab_size")
+            eos_token_ids = _eos_token_ids(files, "config.json")
+        model_vocab_size = files.fields("config.json").get("vocab_size")
         return cls(
             tokenizer,
             eos_token_ids=eos_token_ids or (),
@@ -101,8 +103,13 @@ class Tokenizer:
             name=str(file),
         )
 
-    def encode(self, text: str) -> list[int]:
-        """Turn text into ids, with the special tokens that the file itself adds.
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Turn text into ids.
+
+        Args:
+            text: special tokens that it spells become their ids.
+            add_special_tokens: with those that the file itself adds, such as one that
+                begins a text.
 
         Raises:
             TokenizerError: the text holds a lone surrogate, which no UTF-8 has.
@@ -114,7 +121,7 @@ class Tokenizer:
                 "text must be valid Unicode, got a lone surrogate "
                 f"{text[error.start]!r} at index {error.start}"
             ) from error
-        return self._tokenizer.encode(text).ids
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Turn ids into text, special tokens left out.
@@ -196,29 +203,15 @@ class Detokenizer:
         return "".join(pieces)
 
 
-def _read_json_object(file: Path) -> Mapping[str, Any]:
-    """Read a JSON object; an absent file is an empty one."""
-    if not file.is_file():
-        return {}
-    try:
-        fields = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise TokenizerError(f"{file}: not valid JSON: {error}") from error
-    if not isinstance(fields, dict):
-        raise TokenizerError(
-            f"{file}: must hold a JSON object, got {type(fields).__name__}"
-        )
-    return fields
-
-
-def _eos_token_ids(file: Path) -> list[int] | None:
+def _eos_token_ids(files: ModelDir, name: str) -> list[int] | None:
     """The file's `eos_token_id` as a list; None where it has none."""
-    value = _read_json_object(file).get("eos_token_id")
+    value = files.fields(name).get("eos_token_id")
     if value is None:
         return None
     ids = value if isinstance(value, list) else [value]
     if not all(type(token_id) is int for token_id in ids):
         raise TokenizerError(
-            f"{file}: eos_token_id must be a token id or a list of them, got {value!r}"
+            f"{files.path / name}: eos_token_id must be a token id or a list of them, "
+            f"got {value!r}"
         )
     return ids

@@ -33,6 +33,8 @@ class FakeLLM:
     A row of the adapter `fickle` answers differently when it is alone.
     """
 
+    default_sampling = SamplingParams(max_new_tokens=9, temperature=0.25)
+
     def __init__(self, *, fickle=""):
         self.programs = []
         self.calls = []
@@ -44,7 +46,10 @@ class FakeLLM:
         }
         self._fickle = fickle
 
-    def generate(self, prompts, adapters, sampling, on_token=None):
+    def encode_chat(self, conversations):
+        return [_chat_prompt(conversation) for conversation in conversations]
+
+    def generate(self, prompts, adapters, sampling, on_token=None, progress=None):
         self.calls.append((tuple(prompts), tuple(adapters), sampling))
         program = f"step[seats={len(prompts)}]"
         if program not in self.programs:
@@ -91,6 +96,12 @@ def _result_cells(output):
         for line in output.splitlines()
         if line.startswith("│")
     ]
+
+
+def _chat_prompt(conversation):
+    ((message,)) = conversation
+    assert message["role"] == "user"
+    return f"<{message['content']}>"
 
 
 class TestDemoRun:
@@ -212,18 +223,46 @@ class TestCommands:
         assert result.exit_code == 0, result.output
         assert result.stdout == "[reverse] ab\nba\n\n[none] cd\ncd\n\n"
         ((llm, path, options),) = made
-        assert path == tmp_path
-        assert {k: str(v) for k, v in options["adapters"].items()} == {
-            "upper": "/up",
-            "reverse": "/re",
-        }
+        assert path == str(tmp_path)
+        assert options["adapters"] == {"upper": "/up", "reverse": "/re"}
         ((prompts, adapters, sampling),) = llm.calls
         assert (prompts, adapters) == (("ab", "cd"), ("reverse", None))
-        assert (sampling.max_new_tokens, sampling.temperature, sampling.seed) == (
-            5,
-            0.5,
-            3,
-        )
+        assert sampling == SamplingParams(max_new_tokens=5, temperature=0.5, seed=3)
+
+    def test_generate_samples_as_asked_or_as_the_model_has_it(self, monkeypatch):
+        llm = FakeLLM()
+        monkeypatch.setattr(cli, "LLM", lambda *_, **__: llm)
+        options = "--top-k 5 --top-p 0.9 --min-p 0.1 --repetition-penalty 1.5"
+        stops = "--stop END --stop STOP"
+        for words in ("", f"{options} {stops}"):
+            result = CliRunner().invoke(
+                cli.app, ["generate", "o/m", "x", *words.split()]
+            )
+            assert result.exit_code == 0, result.output
+        assert [call[2] for call in llm.calls] == [
+            llm.default_sampling,
+            SamplingParams(
+                max_new_tokens=9,
+                temperature=0.25,
+                top_k=5,
+                top_p=0.9,
+                min_p=0.1,
+                repetition_penalty=1.5,
+                stop=("END", "STOP"),
+            ),
+        ]
+
+    @pytest.mark.parametrize("prompts", [["ab"], ["ab", "cd"]])
+    def test_generate_chats(self, monkeypatch, prompts):
+        llm = FakeLLM()
+        monkeypatch.setattr(cli, "LLM", lambda *_, **__: llm)
+        result = CliRunner().invoke(cli.app, ["generate", "/m", *prompts, "--chat"])
+        assert result.exit_code == 0, result.output
+        assert llm.calls[0][0] == tuple(f"<{prompt}>" for prompt in prompts)
+        if len(prompts) == 1:
+            assert result.stdout == "<ab>\n"
+        else:
+            assert result.stdout == "[none] ab\n<ab>\n\n[none] cd\n<cd>\n\n"
 
     def test_generate_streams_a_single_prompt(self, monkeypatch):
         monkeypatch.setattr(cli, "LLM", lambda *_, **__: FakeLLM())
@@ -333,4 +372,4 @@ class TestRealModel:
         missing = checkpoint / "nothing"
         result = CliRunner().invoke(cli.app, ["generate", str(missing), "hi"])
         assert result.exit_code == 2
-        assert result.stderr.startswith(f"error: {missing / 'config.json'}: a Hugging")
+        assert result.stderr.startswith(f"error: {missing}: no such directory, and not")

@@ -31,16 +31,31 @@ def test_rows_equal_the_same_requests_alone(llm, together):
     assert len(set(hello)) == 3, "adapters must matter"
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_generate_inside_jit_equals_llm(llm, checkpoint, temperature):
+@pytest.mark.parametrize("draws", [False, True])
+def test_generate_inside_jit_equals_llm(llm, checkpoint, draws):
     model = pj.load_model(checkpoint / "model", progress=False)
     # Slots of another order than the LLM's.
     order = ["c", "a", "b"]
     pools = pj.load_adapters(model, [checkpoint / name for name in order])
+    fields = {
+        "temperature": ([1.0, 0.0, 2.0, 0.5, 1.0, 1.5], np.float32),
+        "top_k": ([0, 3, 0, 50, 20, 4], np.int32),
+        "top_p": ([1.0, 0.5, 0.5, 1.0, 0.9, 1.0], np.float32),
+        "min_p": ([0.0, 0.5, 0.0, 0.01, 0.0, 0.1], np.float32),
+    }
     params = [
-        pj.SamplingParams(max_new_tokens=12, temperature=temperature, seed=seed)
+        pj.SamplingParams(
+            max_new_tokens=12,
+            seed=seed,
+            **{name: values[seed] for name, (values, _) in fields.items() if draws},
+        )
         for seed in range(len(PROMPTS))
     ]
+    filters = {
+        name: jnp.asarray(values, dtype)
+        for name, (values, dtype) in fields.items()
+        if draws
+    }
     expected = llm.generate(PROMPTS, ADAPTERS, params)
     # A stop token that some rows meet early.
     eos = expected[0].token_ids[4]
@@ -51,7 +66,7 @@ def test_generate_inside_jit_equals_llm(llm, checkpoint, temperature):
     slots = [order.index(a) if a else -1 for a in ADAPTERS]
 
     @jax.jit
-    def outer(model, pools, prompts, lens, slots, temperature, seeds):
+    def outer(model, pools, prompts, lens, slots, seeds, filters):
         return pj.generate(
             model,
             pools,
@@ -60,9 +75,9 @@ def test_generate_inside_jit_equals_llm(llm, checkpoint, temperature):
             slots,
             max_new_tokens=12,
             eos_token_ids=(eos,),
-            temperature=temperature,
             seeds=seeds,
             page_size=16,
+            **filters,
         )
 
     tokens, counts = outer(
@@ -71,8 +86,8 @@ def test_generate_inside_jit_equals_llm(llm, checkpoint, temperature):
         jnp.asarray(prompts),
         jnp.asarray(lens, jnp.int32),
         jnp.asarray(slots, jnp.int32),
-        jnp.full(len(lens), temperature, jnp.float32),
         jnp.arange(len(lens), dtype=jnp.uint32),
+        filters,
     )
     for row, count, completion in zip(tokens, counts, expected, strict=True):
         want = list(completion.token_ids)
@@ -218,14 +233,14 @@ def test_load_replace_unload(llm, checkpoint, together):
 
 
 def test_nothing_is_compiled_twice(llm, checkpoint, together, compiles):
-    llm.generate(["x", "y"], ["a", None], GREEDY)  # the bucket of two rows
+    warm = pj.SamplingParams(max_new_tokens=5, temperature=0.7, seed=3)
+    llm.generate(["x", "y"], ["a", None], warm)  # the bucket of two rows
     with compiles:
         llm.load_adapter("new", checkpoint / "d")
         llm.generate(["hi", "there"], ["new", "c"], GREEDY)
         llm.load_adapter("new", checkpoint / "c")
         llm.generate(["x", "hello, hello"], ["b", "new"], GREEDY)
         llm.unload_adapter("new")
-        warm = pj.SamplingParams(max_new_tokens=5, temperature=0.7, seed=3)
         llm.generate(["hi", "you"], [None, None], warm)
         llm.generate(PROMPTS[::-1], ADAPTERS, GREEDY)
     assert compiles.count == 0

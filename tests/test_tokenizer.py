@@ -19,6 +19,7 @@ from tokenizers import (
 )
 
 from punica_jax._text_stages import streaming_stages
+from punica_jax.model_dir import ModelFileError
 from punica_jax.tokenizer import Detokenizer, Tokenizer, TokenizerError
 
 TEXT = [
@@ -440,7 +441,7 @@ class TestFiles:
     @pytest.mark.parametrize("name", ["config", "generation_config"])
     def test_malformed_side_file(self, tmp_path, name):
         _save(tmp_path, _byte_level(), **{name: '{"eos_token_id": 2'})
-        with pytest.raises(TokenizerError) as caught:
+        with pytest.raises(ModelFileError) as caught:
             Tokenizer.from_dir(tmp_path)
         assert str(caught.value).startswith(
             f"{tmp_path / f'{name}.json'}: not valid JSON: Expecting ',' delimiter"
@@ -449,7 +450,7 @@ class TestFiles:
     @pytest.mark.parametrize("name", ["config", "generation_config"])
     def test_side_file_that_is_no_object(self, tmp_path, name):
         _save(tmp_path, _byte_level(), **{name: "[2]"})
-        with pytest.raises(TokenizerError) as caught:
+        with pytest.raises(ModelFileError) as caught:
             Tokenizer.from_dir(tmp_path)
         assert str(caught.value) == (
             f"{tmp_path / f'{name}.json'}: must hold a JSON object, got list"

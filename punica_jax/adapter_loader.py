@@ -1,0 +1,65 @@
+"""Adapters' way from a directory to the device, and off it.
+
+Knows files, the table of who owns which pages, and the runner that writes them.
+"""
+
+import os
+
+from punica_jax.adapters import AdapterTable, LoadedAdapter
+from punica_jax.hub import local_dir
+from punica_jax.models import MODULE_GROUPS, AdapterError, LlamaConfig, read_adapter
+from punica_jax.runner import Runner
+
+
+class AdapterLoader:
+    """Loads and unloads the adapters of one base model."""
+
+    def __init__(
+        self, runner: Runner, table: AdapterTable, config: LlamaConfig, base_name: str
+    ):
+        """Take a runner and the table of its adapters.
+
+        Args:
+          runner: holds the pools.
+          table: says which slots and pages are whose.
+          config: the base model's.
+          base_name: what the base is called, for adapters that name theirs.
+        """
+        self._runner = runner
+        self._table = table
+        self._config = config
+        self._base_name = base_name
+
+    def load(
+        self,
+        name: str,
+        path: str | os.PathLike[str],
+        *,
+        allow_nan: bool = False,
+        progress: bool = False,
+    ) -> LoadedAdapter:
+        """Load an adapter; see `LLM.load_adapter`."""
+        folder = local_dir(path, "adapter", progress=progress)
+        adapter = read_adapter(
+            folder, self._config, dtype=self._runner.dtype, base_name=self._base_name
+        )
+        num_pages = {group: adapter.num_pages(group) for group in MODULE_GROUPS}
+        placement = self._table.allocate(name, num_pages, adapter.rank)
+        try:
+            finite = self._runner.write_adapter(adapter, placement.pages)
+            if not finite and not allow_nan:
+                raise AdapterError(
+                    f"adapter {name!r} at {path} has weights that are NaN or "
+                    "infinite; all must be finite (allow_nan=True loads it all "
+                    "the same)"
+                )
+            self._runner.show_adapter(placement.slot, adapter, placement.pages)
+        except BaseException:
+            self._table.cancel(placement)
+            raise
+        self._table.publish(placement, adapter.report)
+        return self._table[name]
+
+    def unload(self, name: str) -> None:
+        """Forget an adapter; see `LLM.unload_adapter`."""
+        self._runner.clear_slot(self._table.free(name).slot)

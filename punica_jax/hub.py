@@ -1,0 +1,133 @@
+"""Names of models and adapters, to directories: local ones, or fetched from the hub.
+
+Plain Python; knows which files a model and an adapter have, not what is in them.
+"""
+
+import os
+import re
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+Kind: TypeAlias = Literal["model", "adapter"]
+
+# org/name, optionally @revision: a branch, a tag or a commit. No character of an id
+# is an "@".
+_HUB_ID = re.compile(
+    r"(?P<id>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w./-]+))?",
+    re.ASCII,
+)
+_FILES: dict[Kind, list[str]] = {
+    # Weights under other names (pytorch_model.bin, consolidated.safetensors) are the
+    # same weights once more.
+    "model": [
+        "config.json",
+        "generation_config.json",
+        "model*.safetensors",
+        "model.safetensors.index.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "chat_template.jinja",
+        "additional_chat_templates/*.jinja",
+    ],
+    "adapter": ["adapter_config.json", "adapter_model.safetensors"],
+}
+
+
+class HubError(ValueError):
+    """A name is neither a directory nor something that the hub could be asked for."""
+
+
+def local_dir(
+    name: str | os.PathLike[str], kind: Kind, *, progress: bool = False
+) -> Path:
+    """Return the directory that a model or an adapter lies in, fetched if need be.
+
+    Args:
+      name: a directory, or as text the id of a repository of the Hugging Face hub:
+        `org/name`, or `org/name@revision`. A directory that exists wins.
+      kind: which files to fetch.
+      progress: show progress bars while fetching.
+
+    Raises:
+      HubError: there is no such directory, and it is no id or cannot be fetched; the
+        text says why and what to do.
+    """
+    path = Path(name)
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise HubError(f"{path}: {_a(kind)} is a directory, this is a file")
+    match = _HUB_ID.fullmatch(name) if isinstance(name, str) else None
+    if match is None:
+        raise HubError(
+            f"{name}: no such directory, and not the id of {_a(kind)} on the Hugging "
+            "Face hub either (org/name or org/name@revision)"
+        )
+    return _fetch(match["id"], match["revision"], kind, progress)
+
+
+def _fetch(repo_id: str, revision: str | None, kind: Kind, progress: bool) -> Path:
+    """Fetch a repository's files into the hub's cache, those that are not there yet."""
+    try:
+        import huggingface_hub
+        from huggingface_hub import constants, errors
+        from huggingface_hub.utils import tqdm
+    except ImportError as error:
+        raise HubError(
+            f"{repo_id}: no such directory, and fetching it from the Hugging Face hub "
+            "needs huggingface_hub: pip install 'punica-jax[hub]'"
+        ) from error
+
+    class Bars(tqdm):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs | ({} if progress else {"disable": True}))
+
+    page = f"{constants.ENDPOINT}/{repo_id}"
+    named = repo_id if revision is None else f"{repo_id}@{revision}"
+    try:
+        folder = huggingface_hub.snapshot_download(
+            repo_id,
+            revision=revision,
+            allow_patterns=_FILES[kind],
+            tqdm_class=Bars,
+        )
+    except errors.GatedRepoError as error:
+        raise HubError(
+            f"{named}: the hub gives this {kind} only to people who were granted "
+            f"access: ask for it at {page}, then log in: hf auth login"
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise HubError(
+            f"{named}: no such directory, and no such {kind} at {page}, or it is "
+            "private: check the spelling, or log in: hf auth login"
+        ) from error
+    except errors.RevisionNotFoundError as error:
+        raise HubError(
+            f"{named}: {page} has no branch, tag or commit {revision!r}"
+        ) from error
+    except errors.LocalEntryNotFoundError as error:
+        raise HubError(
+            f"{named}: no such directory, {page} did not give the files, and not all "
+            "of them are in the hub's cache: connect, or give a local directory "
+            f"({_first_line(error)})"
+        ) from error
+    # What a broken connection or a full disk raises has no class in common.
+    except Exception as error:
+        raise HubError(
+            f"{named}: fetching from {page} failed: {type(error).__name__}: "
+            f"{_first_line(error)}"
+        ) from error
+    if not Path(folder).is_dir():
+        wanted = ", ".join(_FILES[kind])
+        raise HubError(f"{named}: {page} has none of {_a(kind)}'s files: {wanted}")
+    return Path(folder)
+
+
+def _a(kind: Kind) -> str:
+    return {"model": "a model", "adapter": "an adapter"}[kind]
+
+
+def _first_line(error: BaseException) -> str:
+    cause = error.__cause__ or error
+    return (str(cause).strip().splitlines() or [type(cause).__name__])[0]

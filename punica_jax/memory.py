@@ -1,0 +1,261 @@
+"""What a model takes of its device's memory, reckoned before anything is there.
+
+Knows configurations, sizes and one device; allocates nothing.
+"""
+
+import dataclasses
+import math
+import os
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from punica_jax.models import (
+    KvCache,
+    Llama,
+    LlamaConfig,
+    LoraPools,
+    check_dtype,
+)
+from punica_jax.request import is_integer
+from punica_jax.seats import Seats
+from punica_jax.sizes import Sizes
+
+# The first NVIDIA GPUs that compute in bfloat16 (Ampere).
+_MIN_BFLOAT16_CAPABILITY = 8.0
+
+
+def default_device() -> Any:
+    """Return the device that arrays go to."""
+    return next(iter(jnp.zeros(()).devices()))
+
+
+def default_dtype(device: Any) -> str:
+    """Return the type of weights that suits a device.
+
+    bfloat16; float32 on a CPU, which computes in it; float16 on an NVIDIA GPU below
+    compute capability 8.0, which has no bfloat16.
+
+    Args:
+      device: a `jax.Device`.
+    """
+    if device.platform == "cpu":
+        return "float32"
+    try:
+        capability = float(getattr(device, "compute_capability", "nan"))
+    except ValueError:  # ROCm: "gfx942"
+        return "bfloat16"
+    return "float16" if capability < _MIN_BFLOAT16_CAPABILITY else "bfloat16"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """A device's memory.
+
+    Attributes:
+      name: what to call the device.
+      total_bytes: all of it that can be used; None where nobody knows.
+      used_bytes: what is taken already.
+    """
+
+    name: str
+    total_bytes: int | None
+    used_bytes: int = 0
+
+    @classmethod
+    def of(cls, device: Any) -> "DeviceMemory":
+        """Ask a `jax.Device`; a CPU has the machine's physical memory."""
+        name = f"{device.platform} ({device.device_kind})"
+        if device.platform == "cpu":
+            name = "cpu"
+        stats = device.memory_stats() or {}
+        if "bytes_limit" in stats:
+            return cls(name, stats["bytes_limit"], stats.get("bytes_in_use", 0))
+        if device.platform != "cpu" or not hasattr(os, "sysconf"):
+            return cls(name, None)
+        return cls(name, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+    def share(self, name: str, value: Any) -> int:
+        """Return the bytes that `kv_memory` or `adapter_memory` mean.
+
+        Raises:
+          ValueError: it is neither bytes nor a fraction, or a fraction of what nobody
+            knows.
+        """
+        if isinstance(value, float) and 0 < value <= 1:
+            if self.total_bytes is None:
+                raise ValueError(
+                    f"{name} must be bytes here: how much memory {self.name} has is "
+                    f"not known, got the fraction {value}"
+                )
+            return int(value * self.total_bytes)
+        if is_integer(value) and value > 0:
+            return int(value)
+        raise ValueError(
+            f"{name} must be bytes (an integer above 0), a fraction of the device's "
+            f"memory (a float above 0, at most 1.0) or None, got {value!r}"
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """Who gets how many bytes.
+
+    Attributes:
+      sizes: the pages that fit are in it.
+      num_params: the model's parameters.
+      seat_bytes: what the seats keep for sampling: bias, counts and marks of tokens.
+    """
+
+    sizes: Sizes
+    num_params: int
+    weight_bytes: int
+    kv_bytes: int
+    adapter_bytes: int
+    seat_bytes: int
+    device: DeviceMemory
+
+    @classmethod
+    def of(
+        cls,
+        config: LlamaConfig,
+        sizes: Sizes,
+        dtype: Any,
+        device: DeviceMemory,
+        *,
+        kv_memory: float | None = None,
+        adapter_memory: float | None = None,
+    ) -> "MemoryPlan":
+        """Reckon what a model takes, served with these sizes.
+
+        Args:
+          config: the model's.
+          sizes: without limits of pages.
+          dtype: of weights, cache and adapters.
+          device: where they go.
+          kv_memory: most bytes of the KV cache, or as a float the fraction of the
+            device's memory; None: for `max_seats` sequences of `max_model_len`.
+          adapter_memory: the same for the adapters; None: for one more than
+            `num_slots` adapters of `max_rank`.
+
+        Raises:
+          ValueError: weights cannot have that type, a limit breaks its rule, is too
+            low for one sequence of `max_model_len` or one adapter of `max_rank`, or
+            the sum is more than what the device has left.
+        """
+        check_dtype(dtype)
+        kv_page = _kv_bytes(config, 1, sizes.page_size, dtype)
+        if kv_memory is not None:
+            most = device.share("kv_memory", kv_memory) // kv_page
+            if most < sizes.pages_per_seq:
+                raise ValueError(
+                    f"kv_memory = {kv_memory!r} is {bytes_text(most * kv_page)} in "
+                    f"whole pages, and one sequence of max_model_len = "
+                    f"{sizes.max_model_len} tokens needs "
+                    f"{bytes_text(sizes.pages_per_seq * kv_page)}; raise kv_memory or "
+                    "lower max_model_len"
+                )
+            sizes = dataclasses.replace(sizes, max_kv_pages=most)
+        tables = _pool_bytes(config, sizes, 1, dtype)
+        rank_page = _pool_bytes(config, sizes, 2, dtype) - tables
+        tables -= rank_page
+        if adapter_memory is not None:
+            share = device.share("adapter_memory", adapter_memory)
+            most = max(0, share - tables) // rank_page
+            if most < sizes.pages_per_adapter:
+                needed = tables + sizes.pages_per_adapter * rank_page
+                raise ValueError(
+                    f"adapter_memory = {adapter_memory!r} is {bytes_text(share)}, and "
+                    f"one adapter of max_rank = {sizes.max_rank} needs "
+                    f"{bytes_text(needed)}; raise adapter_memory or lower max_rank"
+                )
+            sizes = dataclasses.replace(sizes, max_rank_pages=most)
+        model = nnx.eval_shape(lambda: Llama(config, dtype=dtype, rngs=nnx.Rngs(0)))
+        plan = cls(
+            sizes=sizes,
+            num_params=sum(math.prod(x.shape) for x in jax.tree.leaves(model)),
+            weight_bytes=_num_bytes(model),
+            kv_bytes=sizes.num_kv_pages * kv_page,
+            adapter_bytes=tables + sizes.num_rank_pages * rank_page,
+            seat_bytes=_seat_bytes(sizes.max_seats, config.vocab_size),
+            device=device,
+        )
+        plan._check()
+        return plan
+
+    @property
+    def total_bytes(self) -> int:
+        parts = self.weight_bytes, self.kv_bytes, self.adapter_bytes, self.seat_bytes
+        return sum(parts)
+
+    def _check(self) -> None:
+        total = self.device.total_bytes
+        if total is None or self.total_bytes + self.device.used_bytes <= total:
+            return
+        sizes = self.sizes
+        rows = [
+            (self.weight_bytes, "weights"),
+            (
+                self.kv_bytes,
+                f"KV cache: {sizes.num_kv_pages} pages of {sizes.page_size} tokens, "
+                f"for max_seats = {sizes.max_seats} of max_model_len = "
+                f"{sizes.max_model_len}",
+            ),
+            (
+                self.adapter_bytes,
+                f"adapters: {sizes.num_rank_pages} rank pages, for num_slots = "
+                f"{sizes.num_slots} and one more of max_rank = {sizes.max_rank}",
+            ),
+            (self.seat_bytes, "what seats keep for sampling"),
+            (self.device.used_bytes, "in use already"),
+            (self.total_bytes + self.device.used_bytes, "together"),
+            (total, f"that {self.device.name} has"),
+        ]
+        table = "\n".join(f"  {bytes_text(n):>10}  {what}" for n, what in rows if n)
+        raise ValueError(
+            f"the model does not fit into the device's memory:\n{table}\nLower "
+            "max_seats, max_model_len or kv_memory, num_slots, max_rank or "
+            "adapter_memory, or take a dtype of two bytes"
+        )
+
+
+def bytes_text(num_bytes: float) -> str:
+    """Spell a number of bytes for people: `bytes_text(3 * 2**30)` is "3.00 GiB"."""
+    unit = "bytes"
+    for larger in ("KiB", "MiB", "GiB"):
+        if num_bytes >= 1024:
+            num_bytes, unit = num_bytes / 1024, larger
+    digits = 0 if unit == "bytes" or num_bytes >= 100 else 2
+    return f"{num_bytes:.{digits}f} {unit}"
+
+
+def _kv_bytes(config: LlamaConfig, num_pages: int, page_size: int, dtype: Any) -> int:
+    return _num_bytes(
+        jax.eval_shape(lambda: KvCache.zeros(config, num_pages, page_size, dtype))
+    )
+
+
+def _pool_bytes(config: LlamaConfig, sizes: Sizes, num_pages: int, dtype: Any) -> int:
+    return _num_bytes(
+        jax.eval_shape(
+            lambda: LoraPools.zeros(
+                config,
+                num_slots=sizes.num_slots,
+                num_pages=num_pages,
+                max_rank=sizes.max_rank,
+                dtype=dtype,
+            )
+        )
+    )
+
+
+def _seat_bytes(num_seats: int, vocab_size: int) -> int:
+    counts = 4 * num_seats * vocab_size
+    seats = jax.eval_shape(lambda: Seats.zeros(num_seats, vocab_size))
+    return counts + _num_bytes(seats)
+
+
+def _num_bytes(tree: Any) -> int:
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))

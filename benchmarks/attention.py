@@ -1,29 +1,31 @@
 """Device time of paged attention: `python -m benchmarks.attention [--sweep] [NAME...]`.
 
 Every launch reads other pages than the one before it, so that more than the 60 MB of
-L2 lie between two launches that share some. Two figures, each a median: `kernels` adds
-the durations of a launch's kernels as the profiler saw them; `wall` is the time of many
-launches, all enqueued before the first wait, over their number, so the gaps between
-kernels are in it, and the host where it is slower than the device. Results are compared
-with the reference before anything is timed.
+L2 lie between two launches that share some. `kernels` adds the medians of a launch's
+kernels as the profiler saw them; `wall` is the time of many launches, enqueued before
+one wait, over their number, gaps and all. Results are checked before they are timed.
 """
 
 import argparse
 import dataclasses
 import functools
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from rich.console import Console
+from rich.table import Table
 
-from punica_jax.pallas_kernels import _attention_reference
+from benchmarks.device_time import PEAK_BYTES_PER_S
+from benchmarks.provenance import Log
+from benchmarks.timeline import record
+from punica_jax.pallas_kernels import _attention_reference, resolve
 from punica_jax.pallas_kernels._attention_decode import (
     DecodeConfig,
     decode_attention,
@@ -37,8 +39,7 @@ from punica_jax.pallas_kernels._attention_prefill import (
     default_config as prefill_config,
 )
 
-# Measured on one H200: a large copy, and a large bfloat16 product of random values.
-PEAK_BYTES_PER_S = 4.3e12
+# Measured on one H200: a large bfloat16 product of random values.
 PEAK_FLOPS_PER_S = 0.79e15
 COLD_BYTES = 256e6
 
@@ -195,12 +196,14 @@ def sweep_configs(case: Case) -> list[Config]:
 
 
 def attend(case: Case, config: Config, operands: Operands) -> Array:
-    scale = case.head_dim**-0.5
+    options: dict[str, Any] = {
+        "scale": case.head_dim**-0.5,
+        "config": config,
+        "interpret": resolve(None) != "pallas_triton",
+    }
     if isinstance(config, DecodeConfig):
-        return decode_attention(*operands, scale=scale, config=config)
-    return prefill_attention(
-        *operands, max_query_len=case.query_len, scale=scale, config=config
-    )
+        return decode_attention(*operands, **options)
+    return prefill_attention(*operands, max_query_len=case.query_len, **options)
 
 
 def check(case: Case, config: Config, operands: Operands) -> float:
@@ -241,30 +244,23 @@ def measure_kernels_s(
 ) -> list[dict[str, float]]:
     """Return each step's median seconds by kernel, from one profile of all steps."""
     num_repeats = 6
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            for _, step in steps:
-                for _ in range(num_repeats):
-                    jax.block_until_ready(step(sets))
-        [path] = Path(folder).rglob("*.xplane.pb")
-        profile = jax.profiler.ProfileData.from_file(str(path))
-    events = sorted(
-        (event.start_ns, event.name, event.duration_ns)
-        for plane in profile.planes
-        if plane.name.startswith("/device:GPU")
-        for line in plane.lines
-        if line.name.startswith("Stream")
-        for event in line.events
-        if event.name.startswith("paged_attention")
-    )
+
+    def run() -> None:
+        for _, step in steps:
+            for _ in range(num_repeats):
+                jax.block_until_ready(step(sets))
+
+    if resolve(None) != "pallas_triton":  # interpreted: there are no kernels
+        return [{} for _ in steps]
+    events = [e for e in record(run) if e.name.startswith("paged_attention")]
     results = []
     for config, _ in steps:
         kernels = 2 if isinstance(config, DecodeConfig) and config.splits > 1 else 1
         count = num_repeats * len(sets) * kernels
         mine, events = events[:count], events[count:]
         times_ns: dict[str, list[float]] = {}
-        for _, name, duration_ns in mine:
-            times_ns.setdefault(name, []).append(duration_ns)
+        for event in mine:
+            times_ns.setdefault(event.name, []).append(event.duration_ns)
         if sorted(map(len, times_ns.values())) != [count // kernels] * kernels:
             raise RuntimeError(
                 f"the profile has {len(mine)} of {count} kernels of {describe(config)}"
@@ -276,18 +272,38 @@ def measure_kernels_s(
 
 
 def report(
-    case: Case, config: Config, kernels_s: dict[str, float], wall_s: float
+    case: Case, config: Config, kernels_s: dict[str, float], wall_s: float, log: Log
 ) -> None:
-    seconds = sum(kernels_s.values())
-    parts = " + ".join(f"{time_s * 1e6:.1f}" for time_s in kernels_s.values())
-    print(
-        f"{case.name:16s} kernels {seconds * 1e6:6.1f} us = {parts:11s} "
-        f"wall {wall_s * 1e6:6.1f} us {case.num_bytes / 1e6:7.1f} MB "
-        f"{case.num_bytes / seconds / 1e12:4.2f} TB/s "
-        f"{case.num_flops / seconds / 1e12:5.1f} TFLOP/s "
-        f"{seconds / case.floor_s:5.2f}x floor  {describe(config)}",
-        flush=True,
+    seconds = sum(kernels_s.values()) or wall_s
+    log.add(
+        {
+            "benchmark": "attention",
+            "case": case.name,
+            "seqs": case.seqs,
+            "query_len": case.query_len,
+            "kv_len": case.kv_len,
+            "config": describe(config),
+            "us": seconds * 1e6,
+            "kernels_us": {name: s * 1e6 for name, s in kernels_s.items()},
+            "wall_us": wall_s * 1e6,
+            "bytes": case.num_bytes,
+            "flops": case.num_flops,
+            "floor_us": case.floor_s * 1e6,
+            "x_floor": seconds / case.floor_s,
+        }
     )
+
+
+def table_of(records: Sequence[dict[str, Any]]) -> Table:
+    columns = ("case", "kernels us", "us", "wall us", "TB/s", "TFLOP/s", "x floor")
+    table = Table(*columns, "configuration")
+    for r in records:
+        kernels = " + ".join(f"{us:.1f}" for us in r["kernels_us"].values())
+        rates = r["bytes"] / r["us"] * 1e-6, r["flops"] / r["us"] * 1e-6
+        figures = (r["us"], r["wall_us"], *rates, r["x_floor"])
+        cells = (f"{figure:.2f}" for figure in figures)
+        table.add_row(r["case"], kernels, *cells, r["config"])
+    return table
 
 
 def describe(config: Config) -> str:
@@ -295,7 +311,7 @@ def describe(config: Config) -> str:
     return " ".join(f"{name}={int(value)}" for name, value in fields.items())
 
 
-def run_case(case: Case, *, sweep: bool) -> None:
+def run_case(case: Case, log: Log, *, sweep: bool) -> None:
     num_sets = int(min(16, max(2, -(-COLD_BYTES // case.num_bytes))))
     sets = [make_operands(case, seed) for seed in range(num_sets)]
     configs = sweep_configs(case) if sweep else [default_config(case)]
@@ -313,7 +329,7 @@ def run_case(case: Case, *, sweep: bool) -> None:
             steps.append((config, step))
     times_s = measure_kernels_s(steps, sets)
     for (config, step), kernels_s in zip(steps, times_s, strict=True):
-        report(case, config, kernels_s, measure_wall_s(step, sets))
+        report(case, config, kernels_s, measure_wall_s(step, sets), log)
 
 
 def try_compile(case: Case, config: Config, sets: Sequence[Operands]):
@@ -324,19 +340,20 @@ def try_compile(case: Case, config: Config, sets: Sequence[Operands]):
         return error
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help="cases, all by default")
     parser.add_argument("--sweep", action="store_true", help="try configurations")
-    args = parser.parse_args()
+    Log.add_options(parser)
+    args = parser.parse_args(words)
     unknown = set(args.names) - {case.name for case in CASES}
     if unknown:
         parser.error(f"unknown cases {sorted(unknown)}")
-    device = jax.devices()[0]
-    print(f"{device.device_kind}, jax {jax.__version__}, bfloat16", flush=True)
+    log = Log(args)
     for case in CASES:
         if not args.names or case.name in args.names:
-            run_case(case, sweep=args.sweep)
+            run_case(case, log, sweep=args.sweep)
+    Console(width=150).print(table_of(log.records))
 
 
 if __name__ == "__main__":

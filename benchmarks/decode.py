@@ -1,244 +1,340 @@
 """One decode step of a 7B- or 8B-shaped random model, with mixed adapters and without.
 
-    python -m benchmarks.decode [--shape 7B] [--rows 32] [--out results.jsonl]
+    python -m benchmarks.decode [--shape 7B] [--rows 1 32] [--contexts 512 512..640]
+        [--methods ours gather ...] [--ranks 16 8,16,64] [--out results/FILE.jsonl]
 
 Device time: steps are enqueued without waiting, one wait at the end, medians of
-repeats. The floor is the weights, the KV cache and the adapters' bytes, each read once
-at 4.3 TB/s (the copy rate measured on an H200).
+repeats. All methods run in one process on one model, cache and set of adapters; the
+backbone alone is the same program without LoRA. `group_swap` answers one adapter's rows
+after the other's, the largest group first, with our kernels and resident adapters. A
+context of `a..b` is the mean over steps at contexts a to b, every fourth one.
+
+The floor is the weights, the KV cache and the adapters' bytes, each read once at the
+copy rate measured on an H200. What a LoRA step may cost is its own backbone step, its
+adapters' bytes at that rate, and a little more (`decode_goals`).
 """
 
 import argparse
 import dataclasses
-import json
-import time
+import gc
+import itertools
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from rich.console import Console
 from rich.table import Table
 
-from punica_jax.batch import Batch, Buckets
-from punica_jax.models import (
-    MODULE_GROUPS,
-    CachedAttention,
-    Llama,
-    LlamaConfig,
-    LoraPools,
+from benchmarks.decode_goals import judge, judge_ranks
+from benchmarks.decode_rivals import LAUNCHES, Stacks, adapt
+from benchmarks.device_time import PEAK_BYTES_PER_S
+from benchmarks.provenance import Log
+from punica_jax.batch import Batch
+from punica_jax.bench_model import (
+    SHAPES,
+    BenchModel,
+    make_config,
+    num_rank_pages,
+    set_ranks,
 )
-from punica_jax.pallas_kernels import segment_metadata
-from punica_jax.pallas_kernels.shapes import MODEL_SHAPES, Popularity, segment_sizes
-from punica_jax.runner import Runner
-from punica_jax.sequence import Chunk
+from punica_jax.models import CachedAttention
+from punica_jax.pallas_kernels import RANK_PAGE, segment_metadata
+from punica_jax.pallas_kernels.shapes import Popularity, segment_sizes
 
-COPY_BYTES_PER_S = 4.3e12
-RANK = 16
-PAGE_SIZE = 64
-MAX_CONTEXT = 640
-# What each repeat enqueues before it waits.
-STEPS = 20
-CASES: tuple[Popularity, ...] = ("identical", "uniform", "skewed", "distinct")
+POPULARITIES: tuple[Popularity, ...] = ("identical", "uniform", "skewed", "distinct")
+METHODS = ("ours", *LAUNCHES, "group_swap")
+# The page table has room for this at least, so that contexts share their programs.
+LEAST_MAX_CONTEXT = 640
+_SPAN_STRIDE = 4
+# What bfloat16's rounding in 32 layers stays under, and a row's wrong adapter does not.
+_MAX_LOGITS_OFF = 0.3
+_MOST_ROWS_CHECKED = 64
+
+Record = dict[str, Any]
 
 
-def make_config(shape_name: str) -> LlamaConfig:
-    shape = MODEL_SHAPES[shape_name]
-    return LlamaConfig(
-        vocab_size=shape.vocab_size,
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        num_layers=shape.num_layers,
-        num_heads=shape.num_heads,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        rope_theta=shape.rope_theta,
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One batch: who uses which adapter, and how long the sequences are."""
+
+    rows: int
+    contexts: tuple[int, ...]
+    popularity: Popularity | None = None
+    ranks: tuple[int, ...] = (16,)  # of adapter i: ranks[i % len(ranks)]
+
+    @property
+    def sizes(self) -> list[int]:
+        """Rows of each adapter; none without adapters."""
+        return segment_sizes(self.popularity, self.rows) if self.popularity else []
+
+    @property
+    def adapter_ranks(self) -> list[int]:
+        return list(itertools.islice(itertools.cycle(self.ranks), len(self.sizes)))
+
+    @property
+    def slots(self) -> np.ndarray:
+        """Each row's slot, in a random order."""
+        if not self.sizes:
+            return np.full(self.rows, -1)
+        rng = np.random.default_rng(0)
+        return rng.permutation(np.repeat(np.arange(len(self.sizes)), self.sizes))
+
+    @property
+    def context_label(self) -> int | str:
+        first, last = self.contexts[0], self.contexts[-1]
+        return first if first == last else f"{first}..{last}"
+
+
+def parse_contexts(text: str) -> tuple[int, ...]:
+    """Read `512` or `512..640`."""
+    first, _, last = text.partition("..")
+    return tuple(range(int(first), int(last or first) + 1, _SPAN_STRIDE))
+
+
+def batches_of(bench: BenchModel, case: Case, method: str) -> list[Batch]:
+    """Return the steps that give every row a token at every context."""
+    if method != "group_swap":
+        return [bench.batch(case.slots, context) for context in case.contexts]
+    batches = []
+    for context in case.contexts:
+        first = 0
+        for slot, size in sorted(enumerate(case.sizes), key=lambda pair: -pair[1]):
+            batches.append(bench.batch([slot] * size, context, first_seq=first))
+            first += size
+    return batches
+
+
+def adapters_of(bench: BenchModel, case: Case, method: str) -> Any:
+    """Return what takes the pools' place in a step."""
+    if not case.sizes:
+        return None
+    if method in LAUNCHES:
+        stacks = Stacks.of(bench.pools, method, len(case.sizes))
+        return stacks.for_rows(case.slots)
+    return bench.pools
+
+
+def measure(
+    bench: BenchModel, case: Case, method: str, num_steps: int, repeats: int
+) -> Record:
+    """Time one case by one method; returns the record's fields."""
+    times = bench.time(
+        batches_of(bench, case, method),
+        adapters_of(bench, case, method),
+        num_steps=num_steps,
+        repeats=repeats,
     )
-
-
-def random_like(tree, scale: float, seed: int):
-    """Return a tree with normal values in place of its floating-point leaves."""
-
-    @jax.jit
-    def draw(key, like):
-        return scale * jax.random.normal(key, like.shape, like.dtype)
-
-    leaves, structure = jax.tree.flatten(tree)
-    keys = jax.random.split(jax.random.key(seed), len(leaves))
-    filled = [
-        leaf if jnp.issubdtype(leaf.dtype, jnp.integer) else draw(key, leaf)
-        for key, leaf in zip(keys, leaves, strict=True)
-    ]
-    return jax.tree.unflatten(structure, filled)
-
-
-def fill_pools(runner: Runner, num_slots: int) -> None:
-    """Give every slot one page of its own in every group."""
-    pools = random_like(runner.pools, 0.02, seed=1)
-    table = np.zeros((num_slots, pools.max_pages), np.int32)
-    table[:, 0] = np.arange(num_slots)
-    groups = {
-        name: dataclasses.replace(
-            pools.group(name),
-            page_table=jnp.asarray(table),
-            num_pages=tuple(jnp.ones_like(n) for n in pools.group(name).num_pages),
-        )
-        for name in MODULE_GROUPS
+    tokens = len(case.contexts)  # of each row
+    adapter_s = bench.adapter_bytes(case.adapter_ranks) / PEAK_BYTES_PER_S
+    context = statistics.mean(case.contexts)
+    floor_s = bench.backbone_bytes(case.rows, context) / PEAK_BYTES_PER_S + adapter_s
+    return {
+        "benchmark": "decode",
+        "layers": bench.config.num_layers,
+        "rows": case.rows,
+        "popularity": case.popularity or "none",
+        "adapters": len(case.sizes),
+        "ranks": sorted(set(case.adapter_ranks)),
+        "context": case.context_label,
+        "method": method,
+        "step_ms": times.median_s / tokens * 1e3,
+        "low_ms": times.low_s / tokens * 1e3,
+        "high_ms": times.high_s / tokens * 1e3,
+        "launch_ms": times.launch_s / tokens * 1e3,
+        "floor_ms": floor_s * 1e3,
+        "x_floor": times.median_s / tokens / floor_s,
+        "adapters_ms": adapter_s * 1e3,
+        "tokens_per_s": case.rows * tokens / times.median_s,
     }
-    runner._pools = LoraPools(**groups)
 
 
-def make_batch(rows: int, sizes: list[int], context: int) -> Batch:
-    """Lay out one row a sequence; `sizes` are the adapters' rows, [] for none."""
-    rng = np.random.default_rng(0)
-    slots = rng.permutation(np.repeat(np.arange(len(sizes)), sizes))
-    if not sizes:
-        slots = np.full(rows, -1)
-    pages_per_seq = MAX_CONTEXT // PAGE_SIZE
-    chunks = [
-        Chunk(
-            tokens=[int(rng.integers(1000))],
-            kv_len=context,
-            pages=range(i * pages_per_seq, (i + 1) * pages_per_seq),
-            slot=int(slots[i]),
-            temperature=0.0,
-            seed=0,
-        )
-        for i in range(rows)
-    ]
-    return Batch.of(chunks, Buckets(rows, max(rows, 32)).of(chunks), pages_per_seq)
+def pages_ms(bench: BenchModel, case: Case) -> float:
+    """Return the time of the adapters' bytes as they are stored, in whole pages."""
+    stored = [RANK_PAGE * num_rank_pages(rank) for rank in case.adapter_ranks]
+    return bench.adapter_bytes(stored) / PEAK_BYTES_PER_S * 1e3
 
 
-def time_steps(runner: Runner, batch: Batch, repeats: int = 9) -> tuple[float, float]:
-    """Return seconds of device time a step, and of host time a launch."""
-    runner.step(batch)
-    device, host = [], []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        launches = []
-        for _ in range(STEPS):
-            before = time.perf_counter()
-            tokens = runner.launch(batch)
-            launches.append(time.perf_counter() - before)
-        jax.block_until_ready(tokens)
-        device.append((time.perf_counter() - start) / STEPS)
-        host.append(float(np.median(launches)))
-    return float(np.median(device)), float(np.median(host))
+class Logits:
+    """Logits of the same batch by one method and another, on the same adapters."""
 
+    def __init__(self, bench: BenchModel):
+        self._bench = bench
 
-def floor_bytes(config: LlamaConfig, weights: int, rows: int, adapters: int, ctx: int):
-    kv = 2 * config.num_kv_heads * config.head_dim * config.num_layers * 2
-    lora = sum(
-        RANK * (len(modules) * config.d_in(group) + sum(config.d_outs(group)))
-        for group, modules in MODULE_GROUPS.items()
-    )
-    return weights + rows * ctx * kv + adapters * lora * config.num_layers * 2
-
-
-def logits_difference(runner: Runner, model: Llama, batch: Batch) -> float:
-    """Return the kernels' logits against plain JAX's, as a part of their range."""
-
-    def logits(model, cache, pools, batch, implementation):
-        rows = batch.tokens.shape[0]
-        attend = CachedAttention(cache, batch.seqs, rows, 1, implementation)
-        segments = segment_metadata(
-            batch.slots, num_slots=pools.num_slots, implementation=implementation
-        )
-        hidden = model(
-            batch.tokens,
-            batch.seqs.positions(rows),
-            attend,
-            pools,
-            segments,
-            implementation=implementation,
-        )
-        return model.logits(hidden)
-
-    run = jax.jit(logits, static_argnums=4)
-    names = (runner.implementation, "xla")
-    device_batch = jax.tree.map(jnp.asarray, batch)
-    ours, plain = (
-        np.asarray(run(model, runner._cache, runner.pools, device_batch, name))
-        for name in names
-    )
-    return float(np.abs(ours - plain).max() / (plain.max() - plain.min()))
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shape", choices=sorted(MODEL_SHAPES), default="7B")
-    parser.add_argument("--rows", type=int, nargs="*", default=[1, 32])
-    parser.add_argument("--context", type=int, default=512)
-    parser.add_argument("--layers", type=int, help="fewer layers, to try it out")
-    parser.add_argument("--commit", default="unknown", help="what is measured")
-    parser.add_argument("--out", help="JSON lines are appended here")
-    args = parser.parse_args()
-    config = make_config(args.shape)
-    if args.layers:
-        config = dataclasses.replace(config, num_layers=args.layers)
-    model = Llama(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
-    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model)))
-    # The embedding is gathered, not read.
-    weights -= model.embed.nbytes
-    num_slots = max(32, *args.rows)
-    runner = Runner(
-        model,
-        num_kv_pages=max(args.rows) * (MAX_CONTEXT // PAGE_SIZE),
-        page_size=PAGE_SIZE,
-        num_slots=num_slots,
-        num_rank_pages=num_slots,
-        max_rank=64,
-    )
-    fill_pools(runner, num_slots)
-    runner._cache = random_like(runner._cache, 1.0, seed=2)
-    pools = runner.pools
-    console = Console(width=120)
-    table = Table(title=f"{args.shape} decode step, context {args.context}, bf16")
-    columns = ("rows", "adapters", "step ms", "over none", "floor ms", "x floor")
-    for column in (*columns, "launch ms", "logits off"):
-        table.add_column(column, justify="right")
-    for rows in args.rows:
-        base = None
-        for popularity in (None, *CASES):
-            sizes = segment_sizes(popularity, rows) if popularity else []
-            batch = make_batch(rows, sizes, args.context)
-            runner._pools = pools if popularity else None  # pyright: ignore
-            seconds, launch = time_steps(runner, batch)
-            base = base or seconds
-            least = floor_bytes(config, weights, rows, len(sizes), args.context)
-            record = {
-                "benchmark": "decode",
-                "shape": args.shape,
-                "layers": config.num_layers,
-                "rows": rows,
-                "popularity": popularity or "none",
-                "adapters": len(sizes),
-                "context": args.context,
-                "step_ms": seconds * 1e3,
-                "backbone_ms": base * 1e3,
-                "floor_ms": least / COPY_BYTES_PER_S * 1e3,
-                "launch_ms": launch * 1e3,
-                "device": jax.devices()[0].device_kind,
-                "jax": jax.__version__,
-                "commit": args.commit,
-                "date": time.strftime("%Y-%m-%d"),
-            }
-            if popularity == "distinct":
-                record["logits_off"] = logits_difference(runner, model, batch)
-            table.add_row(
-                str(rows),
-                popularity or "none",
-                f"{record['step_ms']:.3f}",
-                f"{100 * (seconds / base - 1):+.1f} %",
-                f"{record['floor_ms']:.3f}",
-                f"{record['step_ms'] / record['floor_ms']:.2f}",
-                f"{record['launch_ms']:.3f}",
-                f"{record['logits_off']:.1e}" if "logits_off" in record else "",
+        def logits(model, cache, adapters, batch, implementation):
+            rows = batch.tokens.shape[0]
+            attend = CachedAttention(cache, batch.seqs, rows, 1, implementation)
+            segments = segment_metadata(
+                batch.slots, num_slots=adapters.num_slots, implementation=implementation
             )
-            print(json.dumps(record), flush=True)
-            if args.out:
-                with open(args.out, "a") as file:
-                    file.write(json.dumps(record) + "\n")
-    console.print(table)
+            hidden = model(
+                batch.tokens,
+                batch.seqs.positions(rows),
+                attend,
+                adapters,
+                segments,
+                implementation=implementation,
+            )
+            return model.logits(hidden)
+
+        self._run = jax.jit(logits, static_argnums=4)
+
+    def difference(self, case: Case, method: str) -> float:
+        """Return a method's difference from plain JAX's, the worst row's, relative."""
+        bench = self._bench
+        batch = jax.tree.map(jnp.asarray, bench.batch(case.slots, case.contexts[0]))
+        cache = bench.runner._cache
+        ours = adapters_of(bench, case, "ours")
+        theirs = adapters_of(bench, case, method)
+        plain = np.asarray(self._run(bench.model, cache, ours, batch, "xla"))
+        own = bench.runner.implementation
+        got = np.asarray(self._run(bench.model, cache, theirs, batch, own))
+        off = np.linalg.norm(got - plain, axis=1) / np.linalg.norm(plain, axis=1)
+        return float(off.max())
+
+
+def run_cases(
+    bench: BenchModel,
+    shape: str,
+    cases: Sequence[Case],
+    methods: Sequence[str],
+    *,
+    num_steps: int,
+    repeats: int,
+) -> Iterable[Record]:
+    """Yield the records of all cases that share rows and contexts, backbone first."""
+    logits = Logits(bench)
+    rows, contexts = cases[0].rows, cases[0].contexts
+    bare = measure(
+        bench, Case(rows=rows, contexts=contexts), "backbone", num_steps, repeats
+    )
+    bare["shape"] = shape
+    yield judge(bare, bare)
+    of_one_rank: dict[tuple[Any, int], Record] = {}
+    for case in cases:
+        bench.pools = set_ranks(bench.pools, case.adapter_ranks)
+        for method in methods:
+            record = measure(bench, case, method, num_steps, repeats)
+            record |= {"shape": shape, "pages_ms": pages_ms(bench, case)}
+            # Where rows differ most, and a copy of the cache has room.
+            checked = case.popularity == "distinct" and rows <= _MOST_ROWS_CHECKED
+            if checked and method != "group_swap":
+                off = record["logits_off"] = logits.difference(case, method)
+                if not off < _MAX_LOGITS_OFF:
+                    raise SystemExit(f"{method}: logits are off by {off:.1e}: {case}")
+            record = judge(record, bare)
+            if method == "ours" and len(case.ranks) == 1:
+                of_one_rank[case.popularity, case.ranks[0]] = record
+            elif method == "ours":
+                least = of_one_rank.get((case.popularity, min(case.ranks)))
+                record = judge_ranks(record, least) if least else record
+            yield record
+
+
+def table_of(records: Sequence[Record], title: str) -> Table:
+    table = Table(title=title)
+    columns = ("rows", "context", "adapters", "ranks", "method", "step ms", "over none")
+    judged = ("allowed", "met", "floor ms", "x floor", "launch ms", "logits off")
+    for column in (*columns, *judged):
+        table.add_column(column, justify="right")
+    for record in records:
+        name, count = record["popularity"], record["adapters"]
+        allowed = record.get("rank_allowed_ms", record.get("allowed_ms"))
+        met = record.get("rank_met", record.get("met"))
+        table.add_row(
+            str(record["rows"]),
+            str(record["context"]),
+            f"{name} ({count})" if count else name,
+            ",".join(map(str, record["ranks"])),
+            record["method"],
+            f"{record['step_ms']:.3f}",
+            f"{100 * (record['step_ms'] / record['backbone_ms'] - 1):+.1f} %",
+            "" if allowed is None else f"{allowed:.3f}",
+            {True: "yes", False: "no", None: ""}[met],
+            f"{record['floor_ms']:.3f}",
+            f"{record['x_floor']:.2f}",
+            f"{record['launch_ms']:.3f}",
+            f"{record['logits_off']:.1e}" if "logits_off" in record else "",
+        )
+    return table
+
+
+def make_bench(
+    shape: str, layers: int | None, rows: Iterable[int], max_context: int, **options
+) -> BenchModel:
+    """Make a model of a named shape; fewer layers to try things out."""
+    config = make_config(SHAPES[shape])
+    if layers:
+        config = dataclasses.replace(config, num_layers=layers)
+    max_context = max(max_context, LEAST_MAX_CONTEXT)
+    return BenchModel(
+        config, max_rows=max(rows), max_context=max_context, adapt=adapt, **options
+    )
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="7B")
+    parser.add_argument("--layers", type=int, help="fewer layers, to try it out")
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_model_options(parser)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 32])
+    parser.add_argument("--contexts", nargs="+", default=["512"], help="N or N..M")
+    parser.add_argument("--popularity", nargs="+", choices=POPULARITIES)
+    parser.add_argument("--methods", nargs="+", choices=METHODS)
+    parser.add_argument("--ranks", nargs="+", default=["16"], help="N or N,N,...")
+    parser.add_argument("--steps", type=int, default=20, help="enqueued at a time")
+    parser.add_argument("--repeats", type=int, default=9, help="the median counts")
+    Log.add_options(parser)
+    args = parser.parse_args(words)
+    contexts = [parse_contexts(text) for text in args.contexts]
+    rank_plans = [tuple(map(int, text.split(","))) for text in args.ranks]
+    # A plan of one rank comes first: mixed ones are compared with it.
+    rank_plans.sort(key=len)
+    log = Log(args)
+    for rows in args.rows:
+        plans = [
+            Case(rows=rows, contexts=(512,), popularity="distinct", ranks=ranks)
+            for ranks in rank_plans
+        ]
+        most = max(plans, key=lambda plan: sum(map(num_rank_pages, plan.adapter_ranks)))
+        bench = make_bench(
+            args.shape,
+            args.layers,
+            [rows],
+            max(map(max, contexts)),
+            ranks=most.adapter_ranks,
+            max_rank=max(64, *itertools.chain(*rank_plans)),
+        )
+        for span in contexts:
+            cases = [
+                Case(rows=rows, contexts=span, popularity=popularity, ranks=ranks)
+                for ranks in rank_plans
+                for popularity in args.popularity or POPULARITIES
+            ]
+            # With few rows cases may say the same: the first stands for all.
+            same = {str((c.sizes, c.adapter_ranks)): c for c in reversed(cases)}
+            cases = [case for case in cases if case in same.values()]
+            for record in run_cases(
+                bench,
+                args.shape,
+                cases,
+                args.methods or METHODS,
+                num_steps=args.steps,
+                repeats=args.repeats,
+            ):
+                log.add(record)
+        # A module is freed by the collector alone, and the next one needs its memory.
+        del bench
+        gc.collect()
+    title = f"{args.shape} decode step, {log.records[0]['layers']} layers, bf16"
+    Console(width=150).print(table_of(log.records, title))
 
 
 if __name__ == "__main__":

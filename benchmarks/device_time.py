@@ -3,12 +3,9 @@
 Knows nothing of what is launched.
 """
 
-import collections
 import dataclasses
-import glob
 import math
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -97,27 +94,3 @@ def measure(
         elapsed_s, carries = window(carries, num_steps)
         times_s.append(elapsed_s / num_steps)
     return statistics.median(times_s) / step.num_calls, carries
-
-
-def kernel_times(run: Callable[[], Any]) -> dict[str, float]:
-    """Return the median seconds of each kernel of `run()`, by name; {} off GPUs.
-
-    By the profiler: without the gaps between kernels, but each a little longer than
-    it is alone.
-    """
-    options = jax.profiler.ProfileOptions()
-    options.host_tracer_level = options.python_tracer_level = 0
-    times_s = collections.defaultdict(list)
-    with tempfile.TemporaryDirectory() as folder:
-        jax.profiler.start_trace(folder, profiler_options=options)
-        jax.block_until_ready(run())
-        jax.profiler.stop_trace()
-        [path] = glob.glob(f"{folder}/**/*.xplane.pb", recursive=True)
-        for plane in jax.profiler.ProfileData.from_file(path).planes:
-            if "GPU" not in plane.name:
-                continue
-            for line in plane.lines:
-                if line.name.startswith("Stream"):
-                    for event in line.events:
-                        times_s[event.name].append(event.duration_ns * 1e-9)
-    return {name: statistics.median(times) for name, times in times_s.items()}

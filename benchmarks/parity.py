@@ -89,7 +89,7 @@ def make_files(root: Path, shape: str, layers: int | None, device: str) -> None:
                     # The product of A and B is about a quarter as strong as its base.
                     width = param.shape[1] if "lora_A" in key else 16 * rank
                     param.normal_(0, width**-0.5)
-        wrapped.save_pretrained(root / name)
+        wrapped.save_pretrained(str(root / name))
         model = wrapped.unload()
 
 

@@ -8,16 +8,13 @@ oracle. Peers' figures come from `peers_h200.json`.
 
 import argparse
 import dataclasses
-import datetime
 import functools
 import itertools
-import json
 import math
 import re
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -27,8 +24,9 @@ from jax import Array
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import sgmv_rivals
-from benchmarks.device_time import Step, compile_step, kernel_times, measure, num_sets
+from benchmarks import peers, sgmv_rivals
+from benchmarks.device_time import Step, compile_step, measure, num_sets
+from benchmarks.provenance import Log
 from benchmarks.sgmv_cells import (
     NUM_SLOTS,
     Cell,
@@ -36,11 +34,12 @@ from benchmarks.sgmv_cells import (
     load_cells,
     make_inputs,
     page_table_of,
-    peers_source,
     pool_of,
     relative_error,
     slots_of,
 )
+from benchmarks.timeline import kernel_times
+from punica_jax.bench import gather_lora
 from punica_jax.pallas_kernels import (
     LoraPool,
     Segments,
@@ -92,7 +91,7 @@ def our_problem(cell: Cell, inputs: Inputs, num_sets: int) -> sgmv_rivals.Proble
 # name -> how its arrays are laid out, and its launch but for the widths.
 METHODS: dict[str, tuple[Callable[..., sgmv_rivals.Problem], Callable[..., Array]]] = {
     "ours": (our_problem, launch_ours),
-    "gather": (sgmv_rivals.gather_problem, sgmv_rivals.launch_gather),
+    "gather": (sgmv_rivals.gather_problem, gather_lora),
     "ragged_dot": (sgmv_rivals.ragged_dot_problem, sgmv_rivals.launch_ragged_dot),
 }
 
@@ -181,6 +180,14 @@ def describe(cell: Cell) -> Record:
     return {
         "cell": cell.name,
         "suite": cell.suite,
+        "d_in": cell.d_in,
+        "d_outs": list(cell.d_outs),
+        "rank": cell.rank,
+        "rows": cell.rows,
+        "popularity": cell.popularity,
+        "adapters": cell.num_adapters,
+        "bytes": cell.num_bytes,
+        "flops": cell.num_flops,
         "floor_us": cell.floor_us,
         "peer": cell.peer,
         "peer_us": cell.peer_us,
@@ -212,7 +219,7 @@ def run_metadata() -> Iterable[Record]:
 
 
 def table_of(records: Iterable[Record]) -> Table:
-    table = Table(caption=f"us; peers: {peers_source()}")
+    table = Table(caption=f"us; peers: {peers.source(peers.KERNELS)}")
     table.add_column("cell")
     for column in ("ours", "shrink", "expand", "floor", "x floor", "best peer"):
         table.add_column(column, justify="right")
@@ -238,35 +245,26 @@ def ratio_to(name: str, records: Iterable[Record]) -> float:
     return statistics.geometric_mean(ratios) if ratios else math.nan
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a few cells, no rivals")
     parser.add_argument("--cells", help="a regular expression of their names")
     parser.add_argument("--methods", nargs="+", choices=METHODS, help="all by default")
-    parser.add_argument("--out", type=Path, help="write JSON lines here")
-    parser.add_argument("--commit", default="unknown", help="to be noted in them")
-    args = parser.parse_args()
+    Log.add_options(parser)
+    args = parser.parse_args(words)
     cells = [cell for cell in load_cells() if not args.quick or cell.name in _QUICK]
     cells = [cell for cell in cells if re.search(args.cells or "", cell.name)]
     cells.sort(key=lambda cell: (len(cell.d_outs), cell.family))
     methods = args.methods or (["ours"] if args.quick else list(METHODS))
     console = Console(width=150)
-    where = {
-        "device": jax.devices()[0].device_kind,
-        "jax": jax.__version__,
-        "commit": args.commit,
-        "date": datetime.date.today().isoformat(),
-    }
-    records: list[Record] = []
+    log = Log(args)
     metadata = run_metadata() if "ours" in methods else ()
     for record in itertools.chain(run_cells(cells, methods, console.print), metadata):
-        records.append(record)
-        if args.out:
-            with args.out.open("a") as file:
-                print(json.dumps({**record, **where}), file=file)
-    console.print(table_of(records))
+        log.add({"benchmark": "sgmv", **record})
+    console.print(table_of(log.records))
     for name in ("peer", "loop", "gather", "ragged_dot"):
-        console.print(f"geometric mean, ours / {name}: {ratio_to(name, records):.2f}")
+        ratio = ratio_to(name, log.records)
+        console.print(f"geometric mean, ours / {name}: {ratio:.2f}")
 
 
 if __name__ == "__main__":

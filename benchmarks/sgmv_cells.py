@@ -4,8 +4,6 @@ Knows what is multiplied; nothing of kernels or of how they are timed.
 """
 
 import dataclasses
-import json
-import pathlib
 from typing import Any, cast
 
 import jax
@@ -13,13 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from benchmarks import peers
 from benchmarks.device_time import PEAK_BYTES_PER_S
 from punica_jax.pallas_kernels import RANK_PAGE, LoraPool
 from punica_jax.pallas_kernels.shapes import Popularity, segment_sizes
 
 NUM_SLOTS = 64
 DTYPE = jnp.bfloat16
-_PEERS = pathlib.Path(__file__).with_name("peers_h200.json")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,14 +71,18 @@ class Cell:
         return 2 * (adapters + self.rows * (self.d_in + 2 * self.d_out))
 
     @property
+    def num_flops(self) -> int:
+        """Every row with its own adapter, once down and once up."""
+        widths = self.d_in * len(self.d_outs) + self.d_out
+        return 2 * self.rows * self.rank * widths
+
+    @property
     def floor_us(self) -> float:
         return self.num_bytes / PEAK_BYTES_PER_S * 1e6
 
 
 def load_cells() -> list[Cell]:
     """Return the cells that the peers were measured in."""
-    peers = json.loads(_PEERS.read_text())
-    records = [dict(zip(peers["columns"], row, strict=True)) for row in peers["rows"]]
     return [
         Cell(
             **{name: record[name] for name in ("suite", "d_in", "rank", "rows")},
@@ -90,13 +92,8 @@ def load_cells() -> list[Cell]:
             peer_us=record["best_us"],
             loop_us=record["loop_us"],
         )
-        for record in records
+        for record in peers.load(peers.KERNELS)
     ]
-
-
-def peers_source() -> str:
-    peers = json.loads(_PEERS.read_text())
-    return f"{peers['source']}, {peers['date']}"
 
 
 @jax.tree_util.register_dataclass

@@ -19,7 +19,7 @@ Problem = tuple[Carries, list[Any], Any]
 
 
 def gather_problem(cell: Cell, inputs: Inputs, num_sets: int) -> Problem:
-    """Gather each row's own A and B, then two batched products."""
+    """Each row's adapter; `punica_jax.bench.gather_lora` does the rest."""
     adapter = adapter_of_row(cell)
     index = [
         jnp.asarray(adapter + n * cell.num_adapters, jnp.int32) for n in range(num_sets)
@@ -42,15 +42,6 @@ def ragged_dot_problem(cell: Cell, inputs: Inputs, num_sets: int) -> Problem:
     return _rows(cell, inputs.y, num_sets), operands, shared
 
 
-def launch_gather(y, x, index, a, b, *, d_outs: tuple[int, ...]):
-    v = _einsum("nd,ncrd->ncr", x, a[index]).astype(x.dtype)
-    b, start, columns = b[index], 0, []
-    for c, width in enumerate(d_outs):
-        columns.append(_einsum("nr,nor->no", v[:, c], b[:, start : start + width]))
-        start += width
-    return (y.astype(jnp.float32) + jnp.concatenate(columns, axis=1)).astype(y.dtype)
-
-
 def launch_ragged_dot(y, x, a, b, order, inverse, sizes, *, d_outs: tuple[int, ...]):
     ragged = functools.partial(jax.lax.ragged_dot, preferred_element_type=jnp.float32)
     v = ragged(x[order], a, sizes).astype(x.dtype)
@@ -63,8 +54,25 @@ def launch_ragged_dot(y, x, a, b, order, inverse, sizes, *, d_outs: tuple[int, .
     return (y.astype(jnp.float32) + delta).astype(y.dtype)
 
 
-def _einsum(spec: str, left: Array, right: Array) -> Array:
-    return jnp.einsum(spec, left, right, preferred_element_type=jnp.float32)
+def launch_loop(y, x, index, a, b, *, d_outs: tuple[int, ...]):
+    """Multiply all rows by each adapter in turn and keep those that use it.
+
+    Which rows an adapter has is data, so a compiled loop cannot cut them out.
+    """
+    dot = functools.partial(jnp.matmul, preferred_element_type=jnp.float32)
+
+    def add_one(k, y):
+        start, columns = 0, []
+        for c, width in enumerate(d_outs):
+            v = dot(x, a[k, c].T).astype(x.dtype)
+            columns.append(dot(v, b[k, start : start + width].T))
+            start += width
+        mine = (index == k)[:, None]
+        return jnp.where(mine, y + jnp.concatenate(columns, axis=1), y)
+
+    return jax.lax.fori_loop(0, a.shape[0], add_one, y.astype(jnp.float32)).astype(
+        y.dtype
+    )
 
 
 def _rows(cell: Cell, array: Array, num_sets: int) -> list[Array]:

@@ -19,7 +19,7 @@ TINY = Cell(
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    monkeypatch.setattr(device_time, "COLD_BYTES", 2 * TINY.num_bytes)
+    monkeypatch.setattr(device_time, "COLD_BYTES", TINY.num_bytes)
     monkeypatch.setattr(device_time, "_WINDOW_S", 1e-4)
 
 

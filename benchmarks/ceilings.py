@@ -1,0 +1,69 @@
+"""What the device reaches: a large copy and a large product.
+
+    python -m benchmarks.ceilings [--size-mb 1024] [--width 8192] [--out FILE]
+
+Knows nothing of our kernels; a roofline is drawn under these figures.
+"""
+
+import argparse
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.device_time import compile_step, measure
+from benchmarks.provenance import Log
+
+_CALLS = 4
+
+
+def copy_bytes_per_s(num_bytes: int) -> float:
+    """Return bytes read plus bytes written a second, of `x + 1`."""
+
+    def launch(x, _):
+        return x + jnp.bfloat16(1)
+
+    x = jnp.zeros(num_bytes // 2, jnp.bfloat16)
+    operands = [(jnp.int32(n),) for n in range(_CALLS)]
+    # A buffer each: what depends on nothing before it cannot be fused into one pass.
+    carries = [x, *(jnp.copy(x) for _ in range(_CALLS - 1))]
+    seconds, _ = measure(compile_step(launch, carries, operands), carries, operands)
+    return 2 * x.nbytes / seconds
+
+
+def product_flops_per_s(width: int) -> float:
+    """Return operations a second of `x @ w`, bfloat16, random, all `width` wide."""
+
+    def launch(x, w):
+        # Scaled, so that values stay finite through all calls.
+        return x @ w
+
+    keys = jax.random.split(jax.random.key(0), 1 + _CALLS)
+    x, *ws = (jax.random.normal(key, (width, width), jnp.bfloat16) for key in keys)
+    scale = jnp.bfloat16(width**-0.5)
+    carries, operands = [x], [(w * scale,) for w in ws]
+    seconds, _ = measure(compile_step(launch, carries, operands), carries, operands)
+    return 2 * width**3 / seconds
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--size-mb", type=int, default=1024, help="copied at a time")
+    parser.add_argument("--width", type=int, default=8192, help="of the product")
+    Log.add_options(parser)
+    args = parser.parse_args(words)
+    Log(args).add(
+        {
+            "benchmark": "ceilings",
+            "copied_mb": args.size_mb,
+            "width": args.width,
+            "bytes_per_s": copy_bytes_per_s(args.size_mb * 10**6),
+            "flops_per_s": product_flops_per_s(args.width),
+        }
+    )
+
+
+if __name__ == "__main__":
+    main()

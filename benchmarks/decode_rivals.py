@@ -1,0 +1,177 @@
+"""Other ways to add the adapters' products in the very same decode step.
+
+A rival's `Stacks` take the place of the pools in a step's arguments; `adapt` makes a
+model's layers understand both. Knows arrays; nothing of batches or timing.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import Array
+
+from benchmarks.sgmv_rivals import launch_loop, launch_ragged_dot
+from punica_jax.bench import gather_lora
+from punica_jax.models import MODULE_GROUPS, DecoderLayer, Llama, LoraPools
+from punica_jax.models._layers import rotate
+from punica_jax.pallas_kernels import RANK_PAGE, LoraPool
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Stack:
+    """One layer's one group: dense adapters, and which row uses which.
+
+    Attributes:
+      a: `[slots, C, rank, d_in]`; for `ragged_dot` `[slots, d_in, C * rank]`.
+      b: `[slots, d_out, rank]`; for `ragged_dot` `[slots, rank, d_out]`.
+      rows: what the method needs to know of the rows: arrays.
+      d_outs: width of each of the C modules' outputs (static).
+      launch: `launch(y, x, a, b, rows, d_outs)` (static).
+    """
+
+    a: Array
+    b: Array
+    rows: tuple[Array, ...]
+    d_outs: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+    launch: Callable[..., Array] = dataclasses.field(metadata={"static": True})
+
+    def add(self, y: Array, x: Array) -> Array:
+        return self.launch(y, x, self.a, self.b, self.rows, self.d_outs)
+
+
+class AnyLayer(nnx.Module):
+    """A decoder layer that takes `Stack`s where it would take pools.
+
+    With pools, or without adapters, it is the layer itself.
+    """
+
+    def __init__(self, layer: DecoderLayer):
+        self.layer = layer
+
+    def __call__(
+        self, x: Array, index: int, rotary, attend, pools, segments, **options: Any
+    ) -> Array:
+        layer = self.layer
+        if not isinstance(pools, LayerStacks):
+            return layer(x, index, rotary, attend, pools, segments, **options)
+
+        def linear(group: str, rows: Array) -> Array:
+            return getattr(pools, group).add(getattr(layer, group)(rows), rows)
+
+        rows = x.shape[0]
+        qkv = layer.qkv.split(linear("qkv", layer.input_norm(x)))
+        q, k, v = (part.reshape(rows, -1, layer.head_dim) for part in qkv)
+        attended = attend(index, rotate(q, rotary), rotate(k, rotary), v)
+        x = x + linear("o", attended.reshape(rows, -1))
+        gate, up = layer.gate_up.split(linear("gate_up", layer.mlp_norm(x)))
+        gate = jax.nn.silu(gate.astype(jnp.float32)).astype(up.dtype)
+        return x + linear("down", gate * up)
+
+
+def adapt(model: Llama) -> None:
+    """Let a model's layers take pools or stacks; what pools compute stays the same."""
+    layers: Any = nnx.List([AnyLayer(layer) for layer in model.layers])
+    model.layers = layers
+
+
+def _gather(y, x, a, b, rows, d_outs):
+    return gather_lora(y, x, rows[0], a, b, d_outs=d_outs)
+
+
+def _ragged_dot(y, x, a, b, rows, d_outs):
+    order, inverse, counts = rows
+    return launch_ragged_dot(y, x, a, b, order, inverse, counts, d_outs=d_outs)
+
+
+def _loop(y, x, a, b, rows, d_outs):
+    return launch_loop(y, x, rows[0], a, b, d_outs=d_outs)
+
+
+LAUNCHES = {"gather": _gather, "ragged_dot": _ragged_dot, "loop": _loop}
+
+
+class LayerStacks(NamedTuple):
+    """One decoder layer's stack for each of its module groups."""
+
+    qkv: Stack
+    o: Stack
+    gate_up: Stack
+    down: Stack
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Stacks:
+    """A step's adapters as a rival wants them, in place of `LoraPools`.
+
+    Attributes:
+      groups: module group -> a `Stack` for each layer.
+      num_slots: adapters of the stacks (static).
+    """
+
+    groups: dict[str, tuple[Stack, ...]]
+    num_slots: int = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def of(cls, pools: LoraPools, method: str, num_adapters: int) -> "Stacks":
+        """Copy the first `num_adapters` slots; a lower rank is padded with zeros."""
+        groups = {}
+        for name in MODULE_GROUPS:
+            layers = (pools.group(name).layer(i) for i in range(pools.num_layers))
+            groups[name] = tuple(
+                Stack(
+                    *_dense(layer, method == "ragged_dot", num_adapters, _rank(layer)),
+                    rows=(),
+                    d_outs=layer.d_outs,
+                    launch=LAUNCHES[method],
+                )
+                for layer in layers
+            )
+        return cls(groups=groups, num_slots=num_adapters)
+
+    def for_rows(self, slots: np.ndarray) -> "Stacks":
+        """Return the stacks for a batch whose row `i` uses adapter `slots[i]`."""
+        assert slots.min() >= 0, "a rival has no rows without an adapter"
+        tables: tuple[Any, ...] = (slots,)
+        if self.groups["qkv"][0].launch is _ragged_dot:
+            order = np.argsort(slots, kind="stable")
+            counts = np.bincount(slots, minlength=self.num_slots)
+            tables = order, np.argsort(order), counts
+        rows = tuple(jnp.asarray(table, jnp.int32) for table in tables)
+        return dataclasses.replace(
+            self,
+            groups={
+                name: tuple(dataclasses.replace(stack, rows=rows) for stack in stacks)
+                for name, stacks in self.groups.items()
+            },
+        )
+
+    def layer(self, index: int) -> "LayerStacks":
+        return LayerStacks(*(self.groups[g][index] for g in LayerStacks._fields))
+
+
+def _rank(pool: LoraPool) -> int:
+    return RANK_PAGE * int(np.asarray(pool.num_pages).max())
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _dense(
+    pool: LoraPool, transposed: bool, num_adapters: int, rank: int
+) -> tuple[Array, Array]:
+    table = pool.page_table[:num_adapters, : rank // RANK_PAGE]
+    page = jnp.arange(table.shape[1])[None, :]
+    used = page < pool.num_pages[:num_adapters].max(axis=1)[:, None]
+    # [slots, pages, ...] -> [slots, C, rank, d_in] and [slots, rank, d_out]
+    a = jnp.where(used[:, :, None, None, None], pool.a[table], 0).astype(pool.dtype)
+    b = jnp.where(used[:, :, None, None], pool.b[table], 0).astype(pool.dtype)
+    a = a.swapaxes(1, 2).reshape(num_adapters, pool.num_modules, rank, pool.d_in)
+    b = b.reshape(num_adapters, rank, pool.d_out)
+    if transposed:
+        return a.reshape(num_adapters, -1, pool.d_in).swapaxes(1, 2), b
+    return a, b.swapaxes(1, 2)

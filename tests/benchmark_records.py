@@ -1,0 +1,107 @@
+"""Made-up records as the benchmarks write them, for what reads them."""
+
+WHERE = {
+    "device": "NVIDIA H200",
+    "jax": "0.0.1",
+    "jaxlib": "0.0.1",
+    "commit": "abc",
+    "date": "2026-01-02",
+}
+
+
+def decode_records():
+    records = []
+    sizes = {"none": 0, "identical": 1, "uniform": 6, "skewed": 8, "distinct": 32}
+    for shape in ("7B", "8B"):
+        for context in (512, "512..640"):
+            for rows in (1, 32):
+                for popularity, adapters in sizes.items():
+                    adapters = min(adapters, rows)
+                    if rows == 1 and popularity not in ("none", "identical"):
+                        continue
+                    methods = ["ours", "gather", "group_swap"]
+                    for i, method in enumerate(methods if adapters else ["backbone"]):
+                        step_ms = 5.0 + rows / 16 + adapters / 32 + 10 * i
+                        records.append(
+                            {
+                                "benchmark": "decode",
+                                "shape": shape,
+                                "rows": rows,
+                                "popularity": popularity,
+                                "adapters": adapters,
+                                "ranks": [16] if adapters else [],
+                                "context": context,
+                                "method": method,
+                                "step_ms": step_ms,
+                                "backbone_ms": 5.0 + rows / 16,
+                                "floor_ms": 4.0 + rows / 16,
+                                "tokens_per_s": rows / step_ms * 1e3,
+                                **WHERE,
+                            }
+                        )
+    mixed = {"ranks": [8, 16, 64], "least_rank_ms": 8.0, "rank_allowed_ms": 8.76}
+    mixed |= {"popularity": "distinct", "method": "ours", "step_ms": 8.5}
+    return [*records, {**records[0], "rows": 32, "adapters": 32, **mixed}]
+
+
+def sgmv_records():
+    return [
+        {
+            "benchmark": "sgmv",
+            "cell": f"{popularity} {rows} {d_in}",
+            "suite": "decode",
+            "d_in": d_in,
+            "d_outs": [4096],
+            "rank": 16,
+            "rows": rows,
+            "popularity": popularity,
+            "bytes": 10**6 * rows,
+            "flops": 10**7 * rows,
+            "ours_us": 6.0,
+            "peer_us": 8.0,
+            "gather_us": 3.0 if rows == 1 else 12.0,
+            **WHERE,
+        }
+        for popularity in ("distinct", "identical")
+        for rows, d_in in ((1, 4096), (64, 4096), (64, 11008))
+    ]
+
+
+def adapters_records():
+    steps = [
+        {"benchmark": "adapters_step", "shape": "7B", "rows": 32, "adapters": n}
+        | {"step_ms": 6.0 + n / 1000, "backbone_ms": 6.0, **WHERE}
+        for n in (0, 1, 32, 1000)
+    ]
+    products = [
+        {"benchmark": "adapters_op", "rows": 32, "adapters": n, "method": method}
+        | {"us": 5.0, **WHERE}
+        for n in (1, 32, 1000)
+        for method in ("segments", "gather")
+    ]
+    return steps + products
+
+
+def order_records():
+    return [
+        {"benchmark": "order", "rows": 64, "popularity": popularity, "order": order}
+        | {"method": method, "us": 5.0, **WHERE}
+        for popularity in ("uniform", "distinct")
+        for order in ("sorted", "shuffled", "interleaved")
+        for method in ("segments", "per_row", "gather")
+    ]
+
+
+def ceiling_records():
+    figures = {"bytes_per_s": 4.0e12, "flops_per_s": 7.8e14}
+    return [{"benchmark": "ceilings", **figures, **WHERE}]
+
+
+def where_records():
+    return [
+        {"benchmark": "where", "shape": "7B", "rows": 32, "popularity": "distinct"}
+        | {"method": "ours", "group": group, "us": us, "step_us": 6800.0, **WHERE}
+        | {"commit": commit}
+        for commit in ("abc", "def")
+        for group, us in (("base products", 5000.0), ("shrink", 0.0), ("gaps", 30.0))
+    ]

@@ -1,0 +1,160 @@
+"""The decode benchmark: its rivals are right, and so are its sums."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from benchmarks import decode, decode_goals, peers
+from benchmarks.decode import Case
+from benchmarks.decode_rivals import LAUNCHES
+from punica_jax.bench_model import make_config, num_rank_pages, set_ranks
+from tests.benchmark_cases import TINY, make_tiny_bench
+
+ROWS = 3
+
+
+@pytest.fixture(scope="module")
+def bench():
+    return make_tiny_bench(rows=ROWS)
+
+
+def test_popularities_give_every_row_an_adapter():
+    case = Case(rows=32, contexts=(512,), popularity="uniform", ranks=(8, 16, 64))
+    assert case.sizes == [6, 6, 5, 5, 5, 5]
+    assert case.adapter_ranks == [8, 16, 64, 8, 16, 64]
+    assert sorted(case.slots) == sorted(np.repeat(range(6), case.sizes))
+    assert list(Case(rows=2, contexts=(512,)).slots) == [-1, -1]
+
+
+def test_contexts():
+    assert decode.parse_contexts("512") == (512,)
+    span = decode.parse_contexts(peers.SPAN)
+    assert (span[0], span[-1], np.mean(span)) == (512, 640, 576)
+    assert Case(rows=1, contexts=span).context_label == peers.SPAN
+    assert Case(rows=1, contexts=(512,)).context_label == 512
+
+
+def test_group_and_swap_is_a_batch_an_adapter_largest_first(bench):
+    case = Case(rows=ROWS, contexts=(50, 54), popularity="skewed")
+    assert case.sizes == [1, 1, 1]
+    case = Case(rows=ROWS, contexts=(50, 54), popularity="one-vs-rest")
+    batches = decode.batches_of(bench, case, "group_swap")
+    assert [list(batch.slots) for batch in batches] == [[1, 1], [0]] * 2
+    pages = [batch.seqs.page_table for batch in batches[:2]]
+    assert len(set(np.concatenate([p.ravel() for p in pages]))) == ROWS
+    assert [batch.seqs.kv_lens[0] for batch in batches] == [50, 50, 54, 54]
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        pytest.param("ours", marks=pytest.mark.slow),
+        "gather",
+        pytest.param("ragged_dot", marks=pytest.mark.slow),
+        pytest.param("loop", marks=pytest.mark.slow),
+    ],
+)
+def test_methods_compute_the_same_step(bench, method):
+    case = Case(rows=ROWS, contexts=(50,), popularity="distinct")
+    logits = decode.Logits(bench)
+    assert logits.difference(case, method) < 0.05
+    if method in LAUNCHES:
+        # Every row with another one's adapter is far off.
+        swapped = decode.adapters_of(bench, case, method)
+        swapped = swapped.for_rows(np.roll(case.slots, 1))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(ADAPTERS, method, swapped)
+            patch.setattr(decode, "adapters_of", lambda _, case, name: ADAPTERS[name])
+            patch.setitem(ADAPTERS, "ours", bench.pools)
+            assert logits.difference(case, method) > decode._MAX_LOGITS_OFF
+
+
+ADAPTERS = {}
+
+
+def test_records_say_what_a_step_costs(bench):
+    cases = [Case(rows=ROWS, contexts=(48, 52), popularity="identical")]
+    bare, ours = decode.run_cases(
+        bench, "tiny", cases, ["ours"], num_steps=2, repeats=2
+    )
+    assert (bare["method"], bare["popularity"]) == ("backbone", "none")
+    assert (ours["method"], ours["popularity"]) == ("ours", "identical")
+    assert ours["backbone_ms"] == bare["step_ms"] > 0
+    assert ours["context"] == "48..52"
+    for record in (bare, ours):
+        assert record["low_ms"] <= record["step_ms"] <= record["high_ms"]
+        per_s = ROWS / record["step_ms"] * 1e3
+        assert record["tokens_per_s"] == pytest.approx(per_s)
+        times = record["step_ms"] / record["floor_ms"]
+        assert record["x_floor"] == pytest.approx(times)
+
+
+def test_floor_is_every_byte_once(bench):
+    leaves = jax.tree.leaves(bench.runner._weights)
+    weights = sum(leaf.nbytes for leaf in leaves) - 2 * 64 * 32  # but the embedding
+    keys_and_values = 2 * ROWS * 50 * 2 * 32
+    assert bench.backbone_bytes(ROWS, 50) == weights + keys_and_values
+    # A and B of q, k, v, o (32 wide each), gate, up and down (48).
+    per_rank = 4 * (32 + 32) + 3 * (32 + 48)
+    assert bench.adapter_bytes([8, 16]) == 2 * 24 * per_rank
+
+
+def record(**fields):
+    common = {"shape": "7B", "rows": 32, "context": 512, "method": "ours"}
+    return {**common, "adapters_ms": 0.6, "pages_ms": 0.6, **fields}
+
+
+def test_goals():
+    bare = record(step_ms=6.5)
+    assert decode_goals.judge(record(step_ms=7.29), bare)["met"] is True
+    judged = decode_goals.judge(record(step_ms=7.31), bare)
+    assert judged["met"] is False
+    assert judged["allowed_ms"] == pytest.approx(7.3)
+    assert "met" not in decode_goals.judge(record(method="gather", step_ms=7), bare)
+    assert "met" not in decode_goals.judge(record(rows=5, step_ms=7), bare)
+    span = decode_goals.judge(record(context=peers.SPAN, step_ms=7.0), bare)
+    assert span["vllm_none_ms"] == 7.26
+    least = record(step_ms=7.0, pages_ms=0.3)
+    mixed = decode_goals.judge_ranks(record(step_ms=7.5, pages_ms=0.7), least)
+    assert mixed["rank_allowed_ms"] == pytest.approx(7.54) and mixed["rank_met"]
+
+
+def test_ranks_take_the_pages_that_they_need(bench):
+    assert [num_rank_pages(rank) for rank in (8, 16, 24, 64)] == [1, 1, 2, 4]
+    pools = set_ranks(bench.pools, [8, 24])
+    assert pools.qkv.num_pages[0].tolist() == [[1] * 3, [2] * 3, [0] * 3]
+    assert pools.down.page_table[:2, :2].tolist() == [[0, 0], [1, 2]]
+    case = Case(rows=2, contexts=(50,), popularity="distinct", ranks=(8, 24))
+    per_rank = bench.adapter_bytes([1]) / 4.3e12 * 1e3
+    assert decode.pages_ms(bench, case) == pytest.approx(48 * per_rank)
+    with pytest.raises(AssertionError):
+        set_ranks(bench.pools, [64, 64])
+
+
+def test_adapter_bytes_are_those_of_a_7b_model():
+    config = make_config(decode.SHAPES["7B"])
+    bench = object.__new__(decode.BenchModel)
+    bench.config, bench.dtype = config, np.dtype("float16")
+    # 40 M parameters at rank 16.
+    assert bench.adapter_bytes([16]) == 2 * 39_976_960
+
+
+@pytest.mark.slow
+def test_command(monkeypatch, tmp_path, capsys):
+    monkeypatch.setitem(decode.SHAPES, "tiny", TINY)
+    out = tmp_path / "new" / "decode.jsonl"
+    words = "--shape tiny --rows 1 3 --contexts 40..48 --ranks 8,64 8 --steps 2"
+    words += " --repeats 2 --popularity identical distinct --methods ours group_swap"
+    decode.main([*words.split(), "--commit", "abc", "--out", str(out)])
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    assert {r["method"] for r in records} == {"backbone", "ours", "group_swap"}
+    assert {r["commit"] for r in records} == {"abc"}
+    # One row has one popularity, and one adapter is no mix of ranks.
+    one_row = [r for r in records if r["rows"] == 1]
+    assert len(one_row) == 1 + 2 and len(records) - len(one_row) == 1 + 3 * 2
+    mixed = [r for r in records if "rank_met" in r]
+    assert [(r["ranks"], r["method"]) for r in mixed] == [([8, 64], "ours")]
+    assert all(r["logits_off"] < 0.05 for r in records if "logits_off" in r)
+    assert "tiny decode step, 1 layers" in capsys.readouterr().out

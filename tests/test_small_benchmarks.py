@@ -1,0 +1,154 @@
+"""Every benchmark's command in a small form, so that none of them rots."""
+
+import json
+
+import numpy as np
+import pytest
+
+from benchmarks import (
+    adapters,
+    attention,
+    ceilings,
+    device_time,
+    dispatch,
+    order,
+    products,
+    provenance,
+    sgmv,
+    where,
+)
+from benchmarks.decode import SHAPES
+from benchmarks.sgmv_cells import Cell
+from tests.benchmark_cases import TINY
+
+
+@pytest.fixture
+def run(monkeypatch, tmp_path):
+    """Run a benchmark's `main` on a few words; returns its records."""
+    monkeypatch.setitem(SHAPES, "tiny", TINY)
+    monkeypatch.setattr(device_time, "_WINDOW_S", 1e-4)
+    monkeypatch.setattr(adapters, "_NUM_CALLS", 2)
+    monkeypatch.setattr(order, "_NUM_CALLS", 2)
+
+    def call(module, words=""):
+        out = tmp_path / "records.jsonl"
+        module.main([*words.split(), "--out", str(out), "--commit", "abc"])
+        records = [json.loads(line) for line in out.read_text().splitlines()]
+        assert all(set(provenance.FIELDS) <= set(record) for record in records)
+        assert {record["commit"] for record in records} == {"abc"}
+        return records
+
+    return call
+
+
+def test_orders_are_of_the_same_rows():
+    sizes = [1, 3, 2]
+    arranged = {name: list(order.arrange(sizes, name)) for name in order.ORDERS}
+    assert arranged["sorted"] == [0, 1, 1, 1, 2, 2]
+    assert arranged["interleaved"] == [0, 1, 2, 1, 2, 1]
+    assert sorted(arranged["shuffled"]) == arranged["sorted"]
+
+
+def test_rows_spread_evenly_over_the_adapters():
+    rng = np.random.default_rng(0)
+    few = adapters.draw(3, 8, rng)
+    assert sorted(np.bincount(few)) == [2, 3, 3]
+    many = adapters.draw(1000, 8, rng)
+    assert len(set(many)) == 8 and max(many) < 1000
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        pytest.param("segments", marks=pytest.mark.slow),
+        pytest.param("per_row", marks=pytest.mark.slow),
+        "gather",
+    ],
+)
+def test_products_are_checked(method, monkeypatch):
+    monkeypatch.setattr(device_time, "_WINDOW_S", 1e-4)
+    product = products.Product.random(num_pages=4, width=32, rows=3)
+    record = product.time([np.asarray([2, 0, 2])], method)
+    assert record["in_batch"] == 2 and record["us"] > 0
+    # A, B of two adapters of rank 16; x, y in and y out of three rows; bfloat16.
+    assert record["bytes"] == 2 * (2 * 16 * 64 + 3 * 3 * 32)
+    assert record["flops"] == 2 * 3 * 16 * 64
+    monkeypatch.setattr(products, "_MAX_ERROR", 1e-6)
+    with pytest.raises(SystemExit, match=f"{method}: relative error"):
+        product.time([np.asarray([2, 0, 2])], method)
+
+
+def test_commit(tmp_path):
+    assert provenance.commit_of(tmp_path) == "unknown"
+
+
+def test_ceilings(run):
+    (record,) = run(ceilings, "--size-mb 1 --width 64")
+    assert record["bytes_per_s"] > 0 and record["flops_per_s"] > 0
+
+
+@pytest.mark.slow
+def test_sgmv(run, monkeypatch):
+    cell = Cell(suite="s", d_in=32, d_outs=(16,), rank=16, rows=3, popularity="uniform")
+    monkeypatch.setattr(sgmv, "load_cells", lambda: [cell])
+    monkeypatch.setattr(sgmv, "run_metadata", tuple)
+    monkeypatch.setattr(device_time, "COLD_BYTES", cell.num_bytes)
+    (record,) = run(sgmv)
+    assert record["adapters"] == 2 and record["flops"] == cell.num_flops
+    assert all(record[f"{method}_us"] > 0 for method in sgmv.METHODS)
+
+
+@pytest.mark.slow
+def test_order(run):
+    words = "--width 32 --rows 4 --pages 8 --popularity uniform"
+    records = run(order, words)
+    assert len(records) == len(order.ORDERS) * len(products.METHODS)
+    assert {record["in_batch"] for record in records} == {2}
+
+
+@pytest.mark.slow
+def test_adapters(run):
+    words = "--shape tiny --counts 1 5 --rows 3 --width 32 --steps 2 --repeats 2"
+    records = run(adapters, words)
+    steps = [r for r in records if r["benchmark"] == "adapters_step"]
+    assert [(r["adapters"], r["in_batch"]) for r in steps] == [(0, 0), (1, 1), (5, 3)]
+    assert len({r["backbone_ms"] for r in steps}) == 1
+    assert len(records) == 3 + 2 * 2
+
+
+@pytest.mark.slow
+def test_where(run):
+    words = "--shape tiny --rows 3 --context 64 --steps 2 --kernels 3"
+    records = run(where, words)
+    for popularity, method in (("none", "backbone"), ("distinct", "ours")):
+        own = [r for r in records if r["popularity"] == popularity]
+        assert {r["method"] for r in own} == {method}
+        us = {r["group"]: r["us"] for r in own}
+        assert tuple(us) == where.GROUPS
+        assert us["base products"] > 0 and us["attention"] > 0
+        assert (us["shrink"] > 0) == (us["expand"] > 0) == (method == "ours")
+
+
+@pytest.mark.slow
+def test_dispatch(run):
+    (record,) = run(dispatch, "--rows 2 --layers 1 --repeats 2")
+    assert 0 < record["launch_ms"] <= record["step_ms"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("query_len", [1, 32])
+def test_attention(run, monkeypatch, query_len):
+    case = attention.Case(
+        name="tiny",
+        seqs=2,
+        query_len=query_len,
+        kv_len=32,
+        heads=2,
+        kv_heads=2,
+        head_dim=16,
+        page_size=16,
+    )
+    monkeypatch.setattr(attention, "CASES", (case,))
+    monkeypatch.setattr(attention, "COLD_BYTES", 1)
+    (record,) = run(attention, "tiny")
+    assert record["us"] > 0 and record["bytes"] == case.num_bytes

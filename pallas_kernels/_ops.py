@@ -49,6 +49,9 @@ def segment_metadata(
       implementation: see `resolve`. Beyond 8192 rows the kernel gives way to XLA's
         sort.
 
+    Returns:
+      The rows sorted by slot and cut into tiles; a pytree of fixed shapes.
+
     Raises:
       ValueError: a shape, dtype or count breaks these rules.
     """
@@ -144,6 +147,9 @@ def expand(
       bias: addend per slot and column.
       residual: addend per row, after the others, in the last pass.
 
+    Returns:
+      The new `y`, in its dtype.
+
     Raises:
       ValueError: an operand does not fit the pool or the segments.
     """
@@ -191,6 +197,9 @@ def lora(
       pool: adapters of this layer's module group.
       segments: from `segment_metadata` with the pool's number of slots.
       implementation: see `resolve`.
+
+    Returns:
+      `y` with the products added, in its dtype.
 
     Raises:
       ValueError: an operand does not fit the pool or the segments.

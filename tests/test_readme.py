@@ -1,6 +1,7 @@
 """The README says what is true."""
 
 import re
+import tomllib
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -23,22 +24,31 @@ def test_a_section_that_is_missing_is_an_error():
         readme.filled("no sections")
 
 
+EXAMPLES = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+
+
+def test_there_are_two_examples():
+    assert len(EXAMPLES) == 2  # each has a test of its own
+
+
 def test_first_example_runs(checkpoint, capsys):
-    example = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)[0]
+    example = EXAMPLES[0]
     for path, real in (
-        ("path/to/hf_llama_dir", checkpoint / "model"),
+        ("path/to/hf_model_dir", checkpoint / "model"),
         ("path/to/peft_dir", checkpoint / "a"),
         ("path/to/another_peft_dir", checkpoint / "b"),
     ):
         assert path in example
         example = example.replace(f'"{path}"', f'"{real}"')
     exec(example, {})
-    assert "4 modules in 2 layers" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "4 modules in 2 layers" in out  # the report
+    assert "KV cache" in out and "legal: slot 1" in out  # what is resident
 
 
 def test_second_example_runs(checkpoint):
-    example = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)[1]
-    example = example.replace("path/to/hf_llama_dir", str(checkpoint / "model"))
+    example = EXAMPLES[1]
+    example = example.replace("path/to/hf_model_dir", str(checkpoint / "model"))
     example = example.replace("path/to/peft_dir", str(checkpoint / "a"))
     call = "prompt_lens, slots, max_new_tokens=64"
     assert call in example
@@ -67,6 +77,30 @@ def test_second_example_runs(checkpoint):
 def test_names_in_examples_exist():
     names = set(re.findall(r"\bpj\.(\w+)", TEXT))
     assert names and names <= set(pj.__all__)
+
+
+def test_dependencies_are_those_of_the_project():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+    def names(requirements):
+        return {re.split(r"[\[<>=]", text)[0] for text in requirements}
+
+    always, extras = (
+        [line.strip("| ").split(" | ") for line in part.splitlines() if "|" in line][2:]
+        for part in TEXT.split("## Dependencies")[1].split("\n\n")[1:3]
+    )
+    listed = {name for row in always for name in row[0].split(", ")}
+    assert listed == names(project["dependencies"])
+    found, extra = {}, ()
+    for row in extras:
+        if len(row) == 3:
+            extra = re.findall(r"`(\w+)`", row[0])
+        for name in extra:
+            found.setdefault(name, set()).update(row[-2].split(", "))
+    assert found == {
+        name: names(requirements)
+        for name, requirements in project["optional-dependencies"].items()
+    }
 
 
 def test_links_and_files_exist():

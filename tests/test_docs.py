@@ -1,0 +1,142 @@
+"""The pages of docs/ are whole, true, and can be built."""
+
+import ast
+import contextlib
+import inspect
+import io
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import punica_jax as pj
+from punica_jax.models._families import FAMILIES
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = {path.stem: path.read_text() for path in DOCS.glob("*.md")}
+# Python, and the text below it, if any, which is what it prints.
+EXAMPLE = re.compile(r"```python\n(.*?)```\n*(?:```text\n(.*?)```)?", re.DOTALL)
+# Pages with examples, in reading order: names of one are known to the next.
+WITH_EXAMPLES = ["quickstart", "adapters", "sampling", "your_code"]
+
+
+def documented(public):
+    """Yield each public function, class and method by its dotted name."""
+    for name in public:
+        value = getattr(pj, name)
+        yield name, value
+        if not inspect.isclass(value):
+            continue
+        for method, member in vars(value).items():
+            if isinstance(member, classmethod | staticmethod):
+                member = member.__func__
+            own = method == "__call__" or not method.startswith("_")
+            if inspect.isfunction(member) and own:
+                yield f"{name}.{method}", member
+
+
+def test_reference_has_every_public_name():
+    found = re.findall(r"^::: punica_jax\.(\w+)$", PAGES["api"], re.M)
+    assert sorted(found) == sorted(pj.__all__)
+
+
+@pytest.mark.parametrize("name, value", list(documented(pj.__all__)))
+def test_docstring_says_what_applies(name, value):
+    text = inspect.getdoc(value)
+    assert text and re.match(r"[A-Z`].*[.:]$", text.splitlines()[0]), name
+    if inspect.isclass(value):
+        if issubclass(value, Exception) or hasattr(value, "__dataclass_fields__"):
+            return
+        value = vars(value)["__init__"]
+        text = f"{text}\n{inspect.getdoc(value)}"
+    signature = inspect.signature(value)
+    parameters = signature.parameters.keys() - {"self", "cls"}
+    # What a method does with its one argument its summary says, or whose they are.
+    elsewhere = re.search(r"\bsee `\w+`\.|arguments see", text.splitlines()[0])
+    if len(parameters) > 1 and not elsewhere:
+        for parameter in parameters:
+            described = rf"^ +\**{parameter}: |^Args:\n.*: see .*`{parameter}`"
+            assert re.search(described, text, re.M | re.S), f"{name}: {parameter}"
+        if "." not in name and not inspect.isclass(getattr(pj, name)):
+            assert re.search(r"^Returns:", text, re.M), f"{name}: what it returns"
+    if re.search(r"^\s+raise ", inspect.getsource(value), re.M):
+        assert re.search(r"^Raises:", text, re.M), f"{name}: what it raises"
+
+
+def test_every_extra_is_on_its_page():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    table = PAGES["install"].split("## Extras")[1]
+    rows = re.findall(r"^\| (`.*?) \|", table, re.M)
+    named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+    assert named == project["optional-dependencies"].keys()
+
+
+def test_every_family_is_on_its_page():
+    table = PAGES["models"].split("## Models")[1].split("| part |")[0]
+    named = re.findall(r"^\| `(\w+)` \|", table, re.M)
+    assert named[0] == "model_type" and sorted(named[1:]) == sorted(FAMILIES)
+    limits = (ROOT / "README.md").read_text().split("## Limits")[1]
+    assert set(FAMILIES) <= set(re.findall(r"`(\w+)`", limits))
+
+
+def test_examples_are_python_and_name_what_exists():
+    assert {page for page, text in PAGES.items() if "```python" in text} == set(
+        WITH_EXAMPLES
+    )
+    for page, text in PAGES.items():
+        for code, _ in EXAMPLE.findall(text):
+            ast.parse(code)
+        names = set(re.findall(r"\bpj\.(\w+)", text))
+        assert names <= set(pj.__all__), (page, names - set(pj.__all__))
+
+
+@pytest.mark.slow
+def test_examples_print_what_the_pages_say():
+    names = {}
+    for page in WITH_EXAMPLES:
+        for code, expected in EXAMPLE.findall(PAGES[page]):
+            out = io.StringIO()
+            with contextlib.redirect_stdout(out):
+                exec(code, names)
+            if expected:
+                assert out.getvalue() == expected, code
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The built pages; every warning is an error (mkdocs.yml is strict)."""
+    folder = tmp_path_factory.mktemp("site")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(folder)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return {path.parent.name: path.read_text() for path in folder.glob("*/index.html")}
+
+
+@pytest.mark.slow
+def test_site_builds(site):
+    assert site.keys() == PAGES.keys() - {"index"}
+    for name in pj.__all__:
+        assert re.search(rf'id="punica_jax\.{name}"', site["api"]), name
+
+
+@pytest.mark.slow
+def test_shapes_are_as_written(site):
+    text = re.sub(r"<[^>]+>", "", site["api"]).replace("&#34;", '"')
+    for shape in ('Float[Array, "rows d_in"]', 'Int[Array, "rows"]'):
+        assert shape in text
+    assert not re.findall(r"\[Array, (?!\")[^\]]*\]", text)
+
+
+@pytest.mark.slow
+def test_pages_load_nothing_from_elsewhere(site):
+    loads = r"<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)=\"?(?:https?:)?//[^>]*>"
+    for page, text in site.items():
+        assert not re.findall(loads, text), page

@@ -62,7 +62,7 @@ def train(path: Path) -> None:
         optimizer.zero_grad()
         if (step + 1) % 20 == 0:
             print(f"step {step + 1:3d}  loss {loss.item():.4f}", flush=True)
-    model.save_pretrained(path)
+    model.save_pretrained(str(path))
 
 
 def batch_of(words: list[str], tokenizer: Tokenizer) -> dict[str, torch.Tensor]:

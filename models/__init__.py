@@ -23,7 +23,7 @@ from punica_jax.models._lora import (
     slot_tables,
     write_page,
 )
-from punica_jax.models._peft import read_adapter, save_adapter
+from punica_jax.models._peft import read_adapter, read_rank, save_adapter
 from punica_jax.models._peft_config import AdapterError, UnsupportedAdapterError
 from punica_jax.models._rope import RopeScaling
 
@@ -54,6 +54,7 @@ __all__ = [
     "dense_causal_attention",
     "load_model",
     "read_adapter",
+    "read_rank",
     "save_adapter",
     "save_model",
     "set_slot",

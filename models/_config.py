@@ -137,6 +137,11 @@ class LlamaConfig:
                 f"rope_type must be one of {sorted(family.rope_types)} for model_type "
                 f"{self.model_type!r}, got {scaling.rope_type!r}"
             )
+        if scaling.rope_type == "yarn" and self.rope_theta <= 1:
+            raise ConfigError(
+                "rope_theta must be greater than 1 with rope_type 'yarn', got "
+                f"{self.rope_theta}"
+            )
         if scaling.rope_type != "longrope":
             return
         for name in ("short_factor", "long_factor"):

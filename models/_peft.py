@@ -4,11 +4,13 @@ A directory holds `adapter_config.json` and `adapter_model.safetensors`, as `pef
 them. Knows nothing of the device, of slots, or of which adapters are loaded.
 """
 
+import contextlib
 import json
 import os
+import sys
 import warnings
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +46,7 @@ __all__ = [
     "ReportRow",
     "UnsupportedAdapterError",
     "read_adapter",
+    "read_rank",
     "save_adapter",
 ]
 
@@ -81,14 +84,33 @@ def read_adapter(
       AdapterError: a file is missing or broken, or the adapter does not fit the base.
     """
     path = Path(path)
-    try:
+    with _naming(path):
         lora = PeftLoraConfig.from_fields(_read_fields(path))
         _compare_base_names(path, lora.base_name, base_name)
         with open_safetensors(_weights_path(path)) as file:
             return _read_weights(file, lora, config, np.dtype(dtype))
-    except (AdapterError, SafetensorsFileError) as err:
-        kind = type(err) if isinstance(err, AdapterError) else AdapterError
-        raise kind(f"adapter {path}: {err}") from err
+
+
+def read_rank(path: str | os.PathLike[str], config: LlamaConfig) -> int:
+    """Read an adapter's greatest rank off its configuration, and none of its weights.
+
+    Args:
+      path: the PEFT directory.
+      config: the base model's.
+
+    Returns:
+      The rank; 0 if the adapter names no module of the base.
+
+    Raises:
+      UnsupportedAdapterError: it needs a feature that is not supported.
+      AdapterError: a file is missing, or the configuration is broken.
+    """
+    path = Path(path)
+    with _naming(path):
+        lora = PeftLoraConfig.from_fields(_read_fields(path))
+        _weights_path(path)  # found missing now, not when the base has been read
+    paths = [module.path for module in base_modules(config)]
+    return max((lora.rank(one) for one in paths if lora.targets(one)), default=0)
 
 
 def save_adapter(
@@ -142,6 +164,16 @@ def save_adapter(
     save_file(arrays, path / WEIGHTS_FILE, metadata={"format": "pt"})
 
 
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Let errors begin with the adapter's directory."""
+    try:
+        yield
+    except (AdapterError, SafetensorsFileError) as err:
+        kind = type(err) if isinstance(err, AdapterError) else AdapterError
+        raise kind(f"adapter {path}: {err}") from err
+
+
 def _read_fields(path: Path) -> dict[str, Any]:
     if not path.is_dir():
         what = "is not a directory" if path.exists() else "does not exist"
@@ -151,7 +183,7 @@ def _read_fields(path: Path) -> dict[str, Any]:
         raise AdapterError(f"the directory holds no {CONFIG_FILE}")
     try:
         fields = json.loads(config_path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as err:
+    except (OSError, ValueError, RecursionError) as err:
         raise AdapterError(f"{CONFIG_FILE} is not readable JSON: {err}") from err
     if not isinstance(fields, dict):
         raise AdapterError(
@@ -178,8 +210,22 @@ def _compare_base_names(path: Path, trained_on: str | None, base: str | None) ->
     if Path(trained_on).name != Path(base).name:
         warnings.warn(
             f"adapter {path} was trained on {trained_on!r}, the base model is {base!r}",
-            stacklevel=3,
+            stacklevel=_caller_level(),
         )
+
+
+def _caller_level() -> int:
+    """Return the `stacklevel` by which a caller of this warns at its user's line.
+
+    From Python 3.12 on `skip_file_prefixes` does this.
+    """
+    level, frame = 1, sys._getframe(1)
+    package = __name__.partition(".")[0]
+    while frame.f_back is not None and (
+        frame.f_globals.get("__name__", "").partition(".")[0] == package
+    ):
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def _read_weights(

@@ -162,7 +162,7 @@ def gated_expand(
     config: FusedConfig | None = None,
     interpret: bool = False,
 ) -> Array:
-    """Launch expand with SiLU(gate) * up; see `reference.gated_expand`."""
+    """Launch expand with SiLU(gate) * up; see `lora_gated`."""
     rows, width = y.shape[0], y.shape[1] // 2
     config = config or fused_config(width, y.dtype)
     block_rows, num_tiles, operands = _tiles(shrunk, rows)
@@ -215,7 +215,7 @@ def rotary_expand(
     num_warps: int = 4,
     interpret: bool = False,
 ) -> tuple[Array, Array, Array]:
-    """Launch expand with rotary embedding and cache; see `reference.rotary_expand`."""
+    """Launch expand with rotary embedding and cache; see `lora_rotary`."""
     rows = y.shape[0]
     _, kv_heads, _, head_dim = k_pages.shape
     heads = y.shape[1] // head_dim - 2 * kv_heads

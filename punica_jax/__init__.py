@@ -29,8 +29,8 @@ from punica_jax.models import (
 from punica_jax.pallas_kernels import pack_adapters, segment_metadata
 from punica_jax.pools import load_adapters
 from punica_jax.request import Completion, SamplingParams, TokenLogprobs
-from punica_jax.stream import Piece
-from punica_jax.tokenizer import TokenizerError
+from punica_jax.stream import Piece, Stream
+from punica_jax.tokenizer import Tokenizer, TokenizerError
 
 __all__ = [
     "LLM",
@@ -52,7 +52,9 @@ __all__ = [
     "ModelFileError",
     "Piece",
     "SamplingParams",
+    "Stream",
     "TokenLogprobs",
+    "Tokenizer",
     "TokenizerError",
     "UnknownAdapterError",
     "UnsupportedAdapterError",

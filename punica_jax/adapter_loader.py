@@ -4,18 +4,79 @@ Knows files, the table of who owns which pages, and the runner that writes them.
 """
 
 import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
-from punica_jax.adapters import AdapterTable, LoadedAdapter
+from punica_jax.adapters import AdapterCapacityError, AdapterTable, LoadedAdapter
 from punica_jax.hub import local_dir
-from punica_jax.models import MODULE_GROUPS, AdapterError, LlamaConfig, read_adapter
+from punica_jax.models import (
+    MODULE_GROUPS,
+    AdapterError,
+    LlamaConfig,
+    read_adapter,
+    read_rank,
+)
 from punica_jax.runner import Runner
+from punica_jax.sizes import Sizes
+
+
+def adapter_dirs(
+    adapters: Any, config: LlamaConfig, sizes: Sizes, *, progress: bool = False
+) -> dict[str, Path]:
+    """Find a first set of adapters, and check what needs no weights.
+
+    Args:
+      adapters: see `LLM`.
+      config: the base model's.
+      sizes: what the adapters must fit.
+      progress: show progress bars while fetching.
+
+    Returns:
+      Each name's directory.
+
+    Raises:
+      ValueError: they are no mapping, or too many, or one of them is refused as by
+        `LLM.load_adapter`.
+    """
+    if adapters is None:
+        return {}
+    if not isinstance(adapters, Mapping):
+        raise ValueError(
+            "adapters must map names to directories or ids of the hub, such as "
+            f'{{"legal": "path/to/adapter"}}, got {adapters!r}'
+        )
+    for name in adapters:
+        if not isinstance(name, str) or not name:
+            raise ValueError(
+                f"an adapter's name must be a text, not empty, got {name!r}"
+            )
+    if len(adapters) > sizes.num_slots:
+        raise AdapterCapacityError(
+            f"adapters must be at most num_slots = {sizes.num_slots}, got "
+            f"{len(adapters)}; raise num_slots"
+        )
+    folders = {}
+    for name, path in adapters.items():
+        folders[name] = local_dir(path, "adapter", progress=progress)
+        rank = read_rank(folders[name], config)
+        if rank > sizes.max_rank:
+            raise AdapterCapacityError(
+                f"adapter {name!r} does not fit: its rank is {rank}, above max_rank = "
+                f"{sizes.max_rank}; raise max_rank"
+            )
+    return folders
 
 
 class AdapterLoader:
     """Loads and unloads the adapters of one base model."""
 
     def __init__(
-        self, runner: Runner, table: AdapterTable, config: LlamaConfig, base_name: str
+        self,
+        runner: Runner,
+        table: AdapterTable,
+        config: LlamaConfig,
+        base_name: str | None,
     ):
         """Take a runner and the table of its adapters.
 
@@ -23,7 +84,8 @@ class AdapterLoader:
           runner: holds the pools.
           table: says which slots and pages are whose.
           config: the base model's.
-          base_name: what the base is called, for adapters that name theirs.
+          base_name: what the base is called, for adapters that name theirs; None if
+            nobody knows.
         """
         self._runner = runner
         self._table = table

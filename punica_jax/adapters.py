@@ -120,6 +120,9 @@ class AdapterTable(Mapping[str, LoadedAdapter]):
     def __len__(self) -> int:
         return len(self._loaded)
 
+    def __repr__(self) -> str:
+        return f"AdapterTable({list(self)})"
+
     def __contains__(self, name: object) -> bool:
         return name in self._loaded
 

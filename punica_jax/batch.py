@@ -169,14 +169,16 @@ class Wanted:
             rows = np.full((2, bucket.seqs), -1, np.int32)
             for i, chunk in enumerate(chunks):
                 rows[:, i] = chunk.seat, chunk.kv_len
-        targets: dict[int, np.ndarray] = {}
+        num_blocks = -(-bucket.rows // BLOCK_ROWS)
+        rows_targets = np.zeros((num_blocks, BLOCK_ROWS), np.int32)
+        blocks: set[int] = set()
         first = 0
         for chunk in chunks:
-            for row, token in enumerate(chunk.targets, first):
-                block = targets.setdefault(
-                    row // BLOCK_ROWS, np.zeros(BLOCK_ROWS, np.int32)
-                )
-                block[row % BLOCK_ROWS] = token
+            if num_targets := len(chunk.targets):
+                end = first + num_targets
+                rows_targets.reshape(-1)[first:end] = chunk.targets
+                blocks.update(range(first // BLOCK_ROWS, -(-end // BLOCK_ROWS)))
             first += len(chunk.tokens)
+        targets = {block: rows_targets[block] for block in sorted(blocks)}
         wants_logprobs = any(chunk.wants_logprobs for chunk in chunks)
         return cls(rows=rows, logprobs=wants_logprobs, targets=targets)

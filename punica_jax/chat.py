@@ -9,6 +9,7 @@ import datetime
 import functools
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypedDict
 
 import jinja2
@@ -43,7 +44,7 @@ class ChatTemplate:
 
     def __init__(
         self,
-        templates: Mapping[str, str],
+        templates: str | Mapping[str, str],
         special_tokens: Mapping[str, str | Sequence[str]] | None = None,
         *,
         name: str = "the model",
@@ -51,17 +52,24 @@ class ChatTemplate:
         """Take templates by name; compiled when first used.
 
         Args:
-          templates: Jinja texts; "default" is the one for plain conversations,
-            "tool_use" for those with tools.
+          templates: Jinja texts by name; "default" is the one for plain
+            conversations, "tool_use" for those with tools. A text alone is "default".
           special_tokens: variables of every template: `bos_token` and so on.
           name: what errors call their owner.
         """
+        if isinstance(templates, str):
+            templates = {_DEFAULT: templates}
         self._templates = dict(templates)
         self._special_tokens = dict(special_tokens or {})
         self._name = name
 
+    @property
+    def names(self) -> list[str]:
+        """Names of the templates; none where a checkpoint has no template."""
+        return sorted(self._templates)
+
     @classmethod
-    def from_dir(cls, files: ModelDir) -> "ChatTemplate":
+    def from_dir(cls, path: str | Path | ModelDir) -> "ChatTemplate":
         """Read what transformers writes beside a tokenizer.
 
         That is `chat_template.jinja` with `additional_chat_templates/NAME.jinja`, else
@@ -72,6 +80,7 @@ class ChatTemplate:
           ChatError: the field is neither.
           ModelFileError: a file is malformed.
         """
+        files = path if isinstance(path, ModelDir) else ModelDir(path)
         templates = {}
         for file in sorted((files.path / _FOLDER).glob("*.jinja")):
             templates[file.stem] = files.text(f"{_FOLDER}/{file.name}") or ""
@@ -118,6 +127,8 @@ class ChatTemplate:
                 "continue_final_message continues the last message, "
                 "add_generation_prompt begins another: set add_generation_prompt=False"
             )
+        if variables is not None and not isinstance(variables, Mapping):
+            raise ChatError(f"variables must map names to values, got {variables!r}")
         compiled = _compile(self._choose(template, tools is not None))
         shared = self._special_tokens | {
             "tools": plain_copy("tools", tools),
@@ -136,8 +147,10 @@ class ChatTemplate:
     def _choose(self, template: str | None, with_tools: bool) -> str:
         """Return the text of the template to use."""
         if template is not None:
-            if template not in self._templates and "{" not in template:
-                known = ", ".join(map(repr, sorted(self._templates))) or "none"
+            if not isinstance(template, str) or (
+                template not in self._templates and "{" not in template
+            ):
+                known = ", ".join(map(repr, self.names)) or "none"
                 raise ChatError(
                     f"template must be a Jinja text, or a name that {self._name} has "
                     f"({known}), got {template!r}"
@@ -149,7 +162,7 @@ class ChatTemplate:
         if self._templates:
             raise ChatError(
                 f"{self._name} has no default chat template; choose one by template=: "
-                f"{', '.join(map(repr, sorted(self._templates)))}"
+                f"{', '.join(map(repr, self.names))}"
             )
         raise ChatError(
             f"{self._name} has no chat template (neither chat_template.jinja nor "
@@ -184,6 +197,11 @@ def _compile(text: str) -> jinja2.Template:
     except jinja2.TemplateSyntaxError as error:
         raise ChatError(
             f"the chat template is not valid Jinja, line {error.lineno}: {error}"
+        ) from error
+    # Deep nesting ends Jinja's parser, or Python's, in errors of several kinds.
+    except Exception as error:
+        raise ChatError(
+            f"the chat template cannot be compiled: {type(error).__name__}: {error}"
         ) from error
 
 
@@ -241,6 +259,11 @@ def _render_open(
         raise ChatError(
             f"{where}continue_final_message: the chat template does not write the last "
             "message's content as it is"
+        )
+    if _END_MARK.rstrip() in text[:end]:
+        raise ChatError(
+            f"{where}continue_final_message: the chat template writes the last "
+            "message's content more than once"
         )
     if text.startswith(_END_MARK, end):
         return text[:end]

@@ -149,7 +149,7 @@ def generate(
     given = {name: value for name, value in given.items() if value is not None}
     try:
         SamplingParams(**given)  # refuses before anything is loaded
-        paths = dict(_named_path(text) for text in adapter or [])
+        paths = _named_paths(adapter or [])
         names = _adapter_of_each_prompt(use or [BASE], len(prompts))
 
         llm = LLM(
@@ -161,6 +161,11 @@ def generate(
         sampling = dataclasses.replace(llm.default_sampling, **given)
         asked = prompts
         if chat:
+            if "default" not in llm.chat_template.names:
+                raise ValueError(
+                    f"--chat needs a chat template, and {model} has none for plain "
+                    "conversations; leave --chat out"
+                )
             asked = llm.encode_chat([[{"role": "user", "content": p}] for p in prompts])
         if len(prompts) == 1:
             llm.generate(asked, names, sampling, on_token=_print_piece)
@@ -179,13 +184,22 @@ def _print_piece(index: int, piece: str) -> None:
     typer.echo(piece, nl=False)
 
 
-def _named_path(text: str) -> tuple[str, str]:
-    name, equals, path = text.partition("=")
-    if not (name and equals and path) or name == BASE:
-        raise ValueError(
-            f"--adapter must be NAME=PATH with a name other than {BASE!r}, got {text!r}"
-        )
-    return name, path
+def _named_paths(texts: list[str]) -> dict[str, str]:
+    paths: dict[str, str] = {}
+    for text in texts:
+        name, equals, path = text.partition("=")
+        if not (name and equals and path) or name == BASE:
+            raise ValueError(
+                f"--adapter must be NAME=PATH with a name other than {BASE!r}, got "
+                f"{text!r}"
+            )
+        if name in paths:
+            raise ValueError(
+                f"--adapter must give each name once, got {name!r} for {paths[name]!r} "
+                f"and for {path!r}"
+            )
+        paths[name] = path
+    return paths
 
 
 def _adapter_of_each_prompt(use: list[str], num_prompts: int) -> list[str | None]:

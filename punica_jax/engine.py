@@ -17,8 +17,6 @@ from punica_jax.seats import SeatRow
 from punica_jax.sequence import SequenceState
 from punica_jax.sizes import Sizes
 
-_MAX_ROWS_PER_STEP = 2048
-
 
 class Engine:
     """Sequences in flight on one runner.
@@ -31,12 +29,8 @@ class Engine:
     def __init__(self, runner: Runner, sizes: Sizes):
         self._runner = runner
         self._sizes = sizes
-        self._buckets = Buckets(
-            sizes.max_seats, max(sizes.max_seats, _MAX_ROWS_PER_STEP)
-        )
-        self._pages = KvPages(sizes.num_kv_pages, sizes.page_size)
-        self._running: list[SequenceState] = []
-        self.clear()
+        self._buckets = Buckets(sizes.max_seats, sizes.max_rows)
+        self.reset()
 
     @property
     def busy(self) -> bool:
@@ -48,12 +42,18 @@ class Engine:
         self._waiting.extend(sequences)
 
     def clear(self) -> None:
-        """Forget all sequences: every seat and page is free."""
+        """Forget all sequences between two steps; known prefixes stay."""
         for sequence in self._running:
             self._pages.free(sequence.pages)
         self._waiting: deque[SequenceState] = deque()
         self._running = []
         self._free_seats = list(range(self._sizes.max_seats))
+
+    def reset(self) -> None:
+        """Forget all sequences and prefixes, wherever a step was interrupted."""
+        self._pages = KvPages(self._sizes.num_kv_pages, self._sizes.page_size)
+        self._running: list[SequenceState] = []
+        self.clear()
 
     def warm_up(self) -> None:
         """Compile every program that a step can need."""
@@ -63,6 +63,7 @@ class Engine:
         """Seat who can sit, run one step, and tell the sequences their tokens."""
         self._admit()
         scheduled = schedule(self._running, self._buckets.max_rows)
+        assert scheduled, "nobody waits for room that will never be there"
         chunks = [sequence.chunk(rows) for sequence, rows in scheduled]
         bucket = self._buckets.of(chunks)
         batch = Batch.of(chunks, bucket, self._sizes.pages_per_seq)
@@ -116,12 +117,15 @@ class Engine:
 
     def _is_computing_more(self, sequence: SequenceState, num_shared: int) -> bool:
         """Tell whether waiting would let a sequence share one more page at least."""
-        end = (num_shared + 1) * self._pages.page_size
-        return len(sequence.prompt) > end and any(
-            other.num_left > 1
-            and other.weights == sequence.weights
-            and other.prompt[:end] == sequence.prompt[:end]
+        computing = [
+            other
             for other in self._running
+            if other.num_left > 1 and other.weights == sequence.weights
+        ]
+        end = (num_shared + 1) * self._pages.page_size
+        beginning = sequence.prompt[:end] if computing else []
+        return len(sequence.prompt) > end and any(
+            other.prompt[:end] == beginning for other in computing
         )
 
     def _dismiss(self, sequence: SequenceState) -> None:

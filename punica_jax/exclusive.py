@@ -31,7 +31,8 @@ class Exclusive:
         if not self._lock.acquire(blocking=False):
             raise RuntimeError(
                 f"{what} was called while another call of this LLM is running; an LLM "
-                "takes one call at a time, callbacks and open streams included"
+                "takes one call at a time, callbacks and open streams included; finish "
+                "or close() an open stream first"
             )
         try:
             yield

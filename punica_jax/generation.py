@@ -81,8 +81,8 @@ def generate(
         "seeds": seeds,
     }
     for name, vector in vectors.items():
-        if vector is not None and vector.shape != (seqs,):
-            raise ValueError(f"{name} must be [{seqs}], got {vector.shape}")
+        if vector is not None and jnp.shape(vector) != (seqs,):
+            raise ValueError(f"{name} must be [{seqs}], got {jnp.shape(vector)}")
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
     if page_size < 16 or page_size & (page_size - 1):

@@ -32,6 +32,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "begin_suppress_tokens": (),
         "constraints": (),
         "diversity_penalty": (0.0,),
+        "dola_layers": (),
         "encoder_no_repeat_ngram_size": (0,),
         "encoder_repetition_penalty": (1.0,),
         "epsilon_cutoff": (0.0,),
@@ -47,8 +48,11 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "num_beams": (1,),
         "num_return_sequences": (1,),
         "penalty_alpha": (0.0,),
+        "remove_invalid_values": (False,),
+        "renormalize_logits": (False,),
         "sequence_bias": (),
         "suppress_tokens": (),
+        "token_healing": (False,),
         "top_h": (1.0,),
         "typical_p": (1.0,),
         "watermarking_config": (),
@@ -77,9 +81,10 @@ class GenerationConfig:
         """Read the file; one that is absent, or silent, means `SamplingParams()`.
 
         As in transformers, a file that does not say `do_sample: true` means greedy,
-        whatever its temperature. `max_length` counts where `max_new_tokens` is absent:
-        as the most new tokens. Fields that are null, unknown or have no meaning here
-        are ignored.
+        whatever its temperature, `top_k`, `top_p` and `min_p`. Where it samples and
+        has no `top_k`, there is no such limit, as in vLLM; transformers takes 50.
+        `max_length` counts where `max_new_tokens` is absent: as the most new tokens.
+        Fields that are null, unknown or have no meaning here are ignored.
 
         Raises:
           GenerationConfigError: a field breaks its rule; the text names both.
@@ -95,17 +100,16 @@ class GenerationConfig:
         unused = [
             name
             for name, neutral in _NEUTRAL.items()
-            if name in given and given[name] not in neutral
+            if name in given and given[name] not in ([], {}, *neutral)
         ]
-        names = _SAMPLING | _ALWAYS
+        names = _SAMPLING | _ALWAYS if do_sample else _ALWAYS
         if _LENGTH not in given:
-            names |= {"max_length": _LENGTH}
+            names = names | {"max_length": _LENGTH}
         values = {}
         for name, ours in names.items():
             if name in given:
                 _params(f"{path}: {name}", {_LENGTH: _LONGEST, ours: given[name]})
-                if do_sample or name not in _SAMPLING:
-                    values[ours] = given[name]
+                values[ours] = given[name]
         if do_sample:
             values.setdefault("temperature", 1.0)
         return cls(sampling=_params(str(path), values), unused=tuple(unused))

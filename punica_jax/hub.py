@@ -5,8 +5,11 @@ Plain Python; knows which files a model and an adapter have, not what is in them
 
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, TypeAlias
+
+from punica_jax.model_dir import ModelDir
 
 Kind: TypeAlias = Literal["model", "adapter"]
 
@@ -16,14 +19,15 @@ _HUB_ID = re.compile(
     r"(?P<id>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w./-]+))?",
     re.ASCII,
 )
+_WEIGHTS = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+# Weights under other names (pytorch_model.bin, consolidated.safetensors) are the same
+# weights once more.
+_WEIGHT_FILES = ["model*.safetensors", _INDEX]
 _FILES: dict[Kind, list[str]] = {
-    # Weights under other names (pytorch_model.bin, consolidated.safetensors) are the
-    # same weights once more.
     "model": [
         "config.json",
         "generation_config.json",
-        "model*.safetensors",
-        "model.safetensors.index.json",
         "tokenizer.json",
         "tokenizer_config.json",
         "special_tokens_map.json",
@@ -32,6 +36,11 @@ _FILES: dict[Kind, list[str]] = {
     ],
     "adapter": ["adapter_config.json", "adapter_model.safetensors"],
 }
+_NEEDED: dict[Kind, list[str]] = {
+    "model": ["config.json", "tokenizer.json"],
+    "adapter": _FILES["adapter"],
+}
+_MAX_LISTED = 4
 
 
 class HubError(ValueError):
@@ -43,6 +52,9 @@ def local_dir(
 ) -> Path:
     """Return the directory that a model or an adapter lies in, fetched if need be.
 
+    A model's weights are not fetched yet: `fetch_weights` does, when all else is found
+    to be good.
+
     Args:
       name: a directory, or as text the id of a repository of the Hugging Face hub:
         `org/name`, or `org/name@revision`. A directory that exists wins.
@@ -53,6 +65,12 @@ def local_dir(
       HubError: there is no such directory, and it is no id or cannot be fetched; the
         text says why and what to do.
     """
+    # Path("") would be the current directory.
+    if not isinstance(name, str | os.PathLike) or not os.fspath(name):
+        raise HubError(
+            f"{_a(kind)} must be a directory, or an id of the Hugging Face hub "
+            f"(org/name or org/name@revision), got {name!r}"
+        )
     path = Path(name)
     if path.is_dir():
         return path
@@ -64,10 +82,62 @@ def local_dir(
             f"{name}: no such directory, and not the id of {_a(kind)} on the Hugging "
             "Face hub either (org/name or org/name@revision)"
         )
-    return _fetch(match["id"], match["revision"], kind, progress)
+    folder = _fetch(match["id"], match["revision"], kind, _FILES[kind], progress)
+    _check_complete(str(name), folder, kind, _NEEDED[kind])
+    return folder
 
 
-def _fetch(repo_id: str, revision: str | None, kind: Kind, progress: bool) -> Path:
+def fetch_weights(
+    name: str | os.PathLike[str], folder: Path, *, progress: bool = False
+) -> None:
+    """Fetch a model's weights into the directory that `local_dir` gave for its name.
+
+    They are those of the commit that its other files are of. Does nothing where they
+    are there, or the name is a directory.
+
+    Raises:
+      HubError: they cannot be fetched, or are not all there.
+    """
+    if folder == Path(name) or not _missing(folder, _weight_files(folder)):
+        return
+    repo_id, _, _ = str(name).partition("@")
+    _fetch(repo_id, folder.name, "model", _WEIGHT_FILES, progress)
+    _check_complete(str(name), folder, "model", _weight_files(folder))
+
+
+def _weight_files(folder: Path) -> list[str]:
+    """Names of the files that hold a model's weights, there or not."""
+    if not (folder / _WEIGHTS).is_file():
+        weight_map = ModelDir(folder).fields(_INDEX).get("weight_map")
+        if isinstance(weight_map, dict):
+            return sorted(set(map(str, weight_map.values())))
+    return [_WEIGHTS]
+
+
+def _missing(folder: Path, needed: Sequence[str]) -> list[str]:
+    return [file for file in needed if not (folder / file).is_file()]
+
+
+def _check_complete(name: str, folder: Path, kind: Kind, needed: Sequence[str]) -> None:
+    """Raise HubError unless files are there; offline, a part of them can be cached."""
+    if missing := _missing(folder, needed):
+        rest = len(missing) - _MAX_LISTED
+        more = f" and {rest} more" if rest > 0 else ""
+        raise HubError(
+            f"{name}: neither the hub nor its cache on this machine has "
+            f"{', '.join(missing[:_MAX_LISTED])}{more}, which {_a(kind)} needs "
+            "(weights in other formats are not read): connect, or give a local "
+            "directory"
+        )
+
+
+def _fetch(
+    repo_id: str,
+    revision: str | None,
+    kind: Kind,
+    patterns: Sequence[str],
+    progress: bool,
+) -> Path:
     """Fetch a repository's files into the hub's cache, those that are not there yet."""
     try:
         import huggingface_hub
@@ -89,7 +159,7 @@ def _fetch(repo_id: str, revision: str | None, kind: Kind, progress: bool) -> Pa
         folder = huggingface_hub.snapshot_download(
             repo_id,
             revision=revision,
-            allow_patterns=_FILES[kind],
+            allow_patterns=list(patterns),
             tqdm_class=Bars,
         )
     except errors.GatedRepoError as error:
@@ -118,9 +188,6 @@ def _fetch(repo_id: str, revision: str | None, kind: Kind, progress: bool) -> Pa
             f"{named}: fetching from {page} failed: {type(error).__name__}: "
             f"{_first_line(error)}"
         ) from error
-    if not Path(folder).is_dir():
-        wanted = ", ".join(_FILES[kind])
-        raise HubError(f"{named}: {page} has none of {_a(kind)}'s files: {wanted}")
     return Path(folder)
 
 

@@ -5,21 +5,21 @@ runner's business, and which sequences run in it the engine's.
 """
 
 import contextlib
+import functools
 import os
-from collections import deque
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Unpack
 
 import jax.numpy as jnp
 
-from punica_jax.adapter_loader import AdapterLoader
+from punica_jax.adapter_loader import AdapterLoader, adapter_dirs
 from punica_jax.adapters import AdapterTable, LoadedAdapter
 from punica_jax.chat import ChatOptions, ChatTemplate
 from punica_jax.engine import Engine
 from punica_jax.exclusive import Exclusive
 from punica_jax.generation_config import GenerationConfig
-from punica_jax.hub import local_dir
+from punica_jax.hub import fetch_weights, local_dir
 from punica_jax.memory import DeviceMemory, MemoryPlan, default_device, default_dtype
 from punica_jax.model_dir import ModelDir
 from punica_jax.models import MODULE_GROUPS, LlamaConfig, load_model
@@ -30,7 +30,7 @@ from punica_jax.request import Completion, SamplingParams
 from punica_jax.runner import Runner
 from punica_jax.sequence import SequenceState, TokenCallback
 from punica_jax.sizes import Sizes
-from punica_jax.stream import Piece, pieces
+from punica_jax.stream import Stream
 from punica_jax.summary import summary
 from punica_jax.tokenizer import Tokenizer
 
@@ -84,17 +84,17 @@ class LLM:
           max_rank: greatest rank of an adapter, at most 512.
           page_size: tokens of a KV page, a power of two of at least 16.
           kv_memory: most memory of the KV cache: bytes, or as a float up to 1.0 a
-            fraction of the device's. Sequences wait while it is full. None means room
-            for `max_seats` sequences of `max_model_len`.
-          adapter_memory: the same for the adapters. None means room for `num_slots` of
+            fraction of the device's. Sequences wait while it is full. None: room for
+            `max_seats` sequences of `max_model_len`, as far as the device has it.
+          adapter_memory: the same for the adapters. None: room for `num_slots` of
             `max_rank`, and one more, so that any of them can be replaced.
           implementation: see `pallas_kernels.resolve`.
           progress: show progress bars while fetching and loading.
 
         Raises:
           ValueError: a name, a size or a file breaks a rule, an adapter does not fit
-            the model, or all of it does not fit the device. Sizes are checked before
-            weights are read.
+            the model, or all of it does not fit the device. Whatever does not need
+            the weights is checked before they are fetched and read.
         """
         implementation = resolve(implementation)
         files = ModelDir(local_dir(model, "model", progress=progress))
@@ -118,25 +118,25 @@ class LLM:
             DeviceMemory.of(device),
             kv_memory=kv_memory,
             adapter_memory=adapter_memory,
+            implementation=implementation,
         )
         sizes = self._plan.sizes
         self.config = config
         self.max_model_len = max_model_len
         self.tokenizer = Tokenizer.from_dir(files)
         self.chat_template = ChatTemplate.from_dir(files)
-        self._generation_config = GenerationConfig.from_dir(files)
-        self.default_sampling = self._generation_config.sampling
+        defaults = GenerationConfig.from_dir(files)
+        self.default_sampling = defaults.sampling
+        self._unused_defaults = defaults.unused
         self._name = files.model_name
         self._progress = progress
         self._exclusive = Exclusive()
         self._table = AdapterTable(
             num_slots, dict.fromkeys(MODULE_GROUPS, sizes.num_rank_pages), max_rank
         )
-        # Before the weights: fetching may fail.
-        adapter_dirs = {
-            name: local_dir(path, "adapter", progress=progress)
-            for name, path in (adapters or {}).items()
-        }
+        # Weights come last: the rest is small, and more likely to be refused.
+        folders = adapter_dirs(adapters, config, sizes, progress=progress)
+        fetch_weights(model, files.path, progress=progress)
         self._runner = Runner(
             load_model(files.path, dtype=dtype, config=config, progress=progress),
             num_kv_pages=sizes.num_kv_pages,
@@ -149,12 +149,12 @@ class LLM:
         )
         self._engine = Engine(self._runner, sizes)
         self._loader = AdapterLoader(
-            self._runner, self._table, config, files.model_name
+            self._runner, self._table, config, files.published_name
         )
         self._prompts = Prompts(
             self.tokenizer, self._table, config.vocab_size, max_model_len
         )
-        for name, folder in adapter_dirs.items():
+        for name, folder in folders.items():
             self._loader.load(name, folder)
 
     def __repr__(self) -> str:
@@ -165,7 +165,8 @@ class LLM:
             plan=self._plan,
             table=self._table,
             programs=self.programs,
-            defaults=self._generation_config,
+            sampling=self.default_sampling,
+            unused=self._unused_defaults,
         )
 
     @property
@@ -222,7 +223,7 @@ class LLM:
         self,
         prompts: str | Sequence[str] | Sequence[Sequence[int]],
         adapters: str | Sequence[str | None] | None = None,
-        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling: SamplingParams | Sequence[SamplingParams | None] | None = None,
         *,
         on_token: TokenCallback | None = None,
         progress: bool | None = None,
@@ -250,52 +251,39 @@ class LLM:
             progress = False
         with (
             self._running("generate", prompts, adapters, sampling, on_token) as seqs,
-            answering(len(seqs), progress) as show,
+            answering(seqs, progress) as show,
         ):
             while self._engine.busy:
                 self._engine.step()
-                show(sum(one.finish_reason is not None for one in seqs))
+                show()
         return [sequence.completion() for sequence in seqs]
 
     def stream(
         self,
         prompts: str | Sequence[str] | Sequence[Sequence[int]],
         adapters: str | Sequence[str | None] | None = None,
-        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
-    ) -> Generator[Piece, None, None]:
-        """Answer as `generate` does, and yield the texts piece by piece.
+        sampling: SamplingParams | Sequence[SamplingParams | None] | None = None,
+    ) -> Stream:
+        """Answer as `generate` does, and return the texts piece by piece.
 
         The pieces of all completions mix, as they come; the last of each carries it.
-        The arguments are checked at once. From this call on until the last piece other
-        calls are refused; leaving earlier (`close()`, or a `for` loop that ends) frees
-        everything.
+        The arguments are checked at once. Other calls are refused from this call on
+        until the last pieces come, or until the stream is left (`close()`, or a `for`
+        loop that ends), which frees everything.
 
         Args:
           prompts: see `generate`; and so `adapters` and `sampling`.
 
-        Yields:
-          Pieces, in the order in which they come.
+        Returns:
+          An iterator of `Piece`.
 
         Raises:
           ValueError, RuntimeError: see `generate`.
         """
-        stream = self._stream(prompts, adapters, sampling)
-        # To its first yield, which is none of the pieces: a generator that has not
-        # begun would neither check nor clean up.
-        next(stream)
-        return stream
-
-    def _stream(
-        self, prompts: Any, adapters: Any, sampling: Any
-    ) -> Generator[Piece, None, None]:
-        fresh: deque[Piece] = deque()
-
-        def collect(index: int, text: str) -> None:
-            fresh.append(Piece(index, text))
-
-        with self._running("stream", prompts, adapters, sampling, collect) as sequences:
-            yield Piece(-1, "")
-            yield from pieces(self._engine, sequences, fresh)
+        return Stream(
+            self._engine,
+            functools.partial(self._running, "stream", prompts, adapters, sampling),
+        )
 
     def encode_chat(
         self, messages: Sequence[Any], **options: Unpack[ChatOptions]
@@ -323,7 +311,7 @@ class LLM:
         self,
         messages: Sequence[Any],
         adapters: str | Sequence[str | None] | None = None,
-        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling: SamplingParams | Sequence[SamplingParams | None] | None = None,
         *,
         on_token: TokenCallback | None = None,
         progress: bool | None = None,
@@ -350,11 +338,16 @@ class LLM:
     ) -> Iterator[list[SequenceState]]:
         """Hand checked prompts to the engine; whatever is left of them goes at last."""
         with self._exclusive(what):
-            if sampling is None:
-                sampling = self.default_sampling
-            sequences = self._prompts.sequences(prompts, adapters, sampling, on_token)
+            sequences = self._prompts.sequences(
+                prompts, adapters, sampling, on_token, default=self.default_sampling
+            )
             self._engine.add(sequences)
             try:
                 yield sequences
-            finally:
+            except GeneratorExit:  # a stream is left between two steps
                 self._engine.clear()
+                raise
+            except BaseException:
+                self._engine.reset()
+                raise
+            self._engine.clear()

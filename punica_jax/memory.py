@@ -19,9 +19,11 @@ from punica_jax.models import (
     LoraPools,
     check_dtype,
 )
+from punica_jax.pallas_kernels import resolve
 from punica_jax.request import is_integer
 from punica_jax.seats import Seats
 from punica_jax.sizes import Sizes
+from punica_jax.workspace import workspace_bytes
 
 # The first NVIDIA GPUs that compute in bfloat16 (Ampere).
 _MIN_BFLOAT16_CAPABILITY = 8.0
@@ -107,6 +109,7 @@ class MemoryPlan:
       sizes: the pages that fit are in it.
       num_params: the model's parameters.
       seat_bytes: what the seats keep for sampling: bias, counts and marks of tokens.
+      workspace_bytes: what a step takes while it runs, at most.
     """
 
     sizes: Sizes
@@ -115,6 +118,7 @@ class MemoryPlan:
     kv_bytes: int
     adapter_bytes: int
     seat_bytes: int
+    workspace_bytes: int
     device: DeviceMemory
 
     @classmethod
@@ -127,6 +131,7 @@ class MemoryPlan:
         *,
         kv_memory: float | None = None,
         adapter_memory: float | None = None,
+        implementation: str | None = None,
     ) -> "MemoryPlan":
         """Reckon what a model takes, served with these sizes.
 
@@ -136,9 +141,12 @@ class MemoryPlan:
           dtype: of weights, cache and adapters.
           device: where they go.
           kv_memory: most bytes of the KV cache, or as a float the fraction of the
-            device's memory; None: for `max_seats` sequences of `max_model_len`.
+            device's memory; None: for `max_seats` sequences of `max_model_len`, or as
+            many of their pages as there is room for.
           adapter_memory: the same for the adapters; None: for one more than
-            `num_slots` adapters of `max_rank`.
+            `num_slots` adapters of `max_rank`, or as many of their pages as there
+            is room for: what the cache does not need, at least a half.
+          implementation: see `pallas_kernels.resolve`.
 
         Raises:
           ValueError: weights cannot have that type, a limit breaks its rule, is too
@@ -173,22 +181,41 @@ class MemoryPlan:
                 )
             sizes = dataclasses.replace(sizes, max_rank_pages=most)
         model = nnx.eval_shape(lambda: Llama(config, dtype=dtype, rngs=nnx.Rngs(0)))
+        fixed = {
+            "weight_bytes": _num_bytes(model),
+            "seat_bytes": _seat_bytes(sizes.max_seats, config.vocab_size),
+            "workspace_bytes": workspace_bytes(
+                config, sizes, dtype, resolve(implementation)
+            ),
+        }
+        if device.total_bytes is not None:
+            room = device.total_bytes - device.used_bytes - sum(fixed.values()) - tables
+            if adapter_memory is None:
+                share = room - sizes.num_kv_pages * kv_page
+                if kv_memory is None:
+                    share = max(share, room // 2)
+                most = max(share // rank_page, sizes.pages_per_adapter)
+                sizes = dataclasses.replace(sizes, max_rank_pages=most)
+            if kv_memory is None:
+                most = (room - sizes.num_rank_pages * rank_page) // kv_page
+                most = max(most, sizes.pages_per_seq)
+                sizes = dataclasses.replace(sizes, max_kv_pages=most)
         plan = cls(
             sizes=sizes,
             num_params=sum(math.prod(x.shape) for x in jax.tree.leaves(model)),
-            weight_bytes=_num_bytes(model),
             kv_bytes=sizes.num_kv_pages * kv_page,
             adapter_bytes=tables + sizes.num_rank_pages * rank_page,
-            seat_bytes=_seat_bytes(sizes.max_seats, config.vocab_size),
             device=device,
+            **fixed,
         )
         plan._check()
         return plan
 
     @property
     def total_bytes(self) -> int:
-        parts = self.weight_bytes, self.kv_bytes, self.adapter_bytes, self.seat_bytes
-        return sum(parts)
+        """Everything together, the workspace included."""
+        resident = self.weight_bytes + self.kv_bytes + self.adapter_bytes
+        return resident + self.seat_bytes + self.workspace_bytes
 
     def _check(self) -> None:
         total = self.device.total_bytes
@@ -199,16 +226,17 @@ class MemoryPlan:
             (self.weight_bytes, "weights"),
             (
                 self.kv_bytes,
-                f"KV cache: {sizes.num_kv_pages} pages of {sizes.page_size} tokens, "
-                f"for max_seats = {sizes.max_seats} of max_model_len = "
-                f"{sizes.max_model_len}",
+                f"KV cache: {sizes.num_kv_pages} pages of {sizes.page_size} tokens "
+                f"({sizes.pages_per_seq} for one sequence of max_model_len = "
+                f"{sizes.max_model_len})",
             ),
             (
                 self.adapter_bytes,
-                f"adapters: {sizes.num_rank_pages} rank pages, for num_slots = "
-                f"{sizes.num_slots} and one more of max_rank = {sizes.max_rank}",
+                f"adapters: {sizes.num_rank_pages} rank pages "
+                f"({sizes.pages_per_adapter} for one of max_rank = {sizes.max_rank})",
             ),
             (self.seat_bytes, "what seats keep for sampling"),
+            (self.workspace_bytes, "what a step takes at most"),
             (self.device.used_bytes, "in use already"),
             (self.total_bytes + self.device.used_bytes, "together"),
             (total, f"that {self.device.name} has"),
@@ -216,7 +244,7 @@ class MemoryPlan:
         table = "\n".join(f"  {bytes_text(n):>10}  {what}" for n, what in rows if n)
         raise ValueError(
             f"the model does not fit into the device's memory:\n{table}\nLower "
-            "max_seats, max_model_len or kv_memory, num_slots, max_rank or "
+            "max_model_len, max_seats or kv_memory, max_rank, num_slots or "
             "adapter_memory, or take a dtype of two bytes"
         )
 

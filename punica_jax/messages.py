@@ -71,5 +71,5 @@ def plain_copy(name: str, value: Any) -> Any:
     """Return a copy made of JSON's types: objects may have methods that do harm."""
     try:
         return json.loads(json.dumps(value))
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise ChatError(f"{name} must hold what JSON can: {error}") from error

@@ -67,14 +67,19 @@ class ModelDir:
 
     @property
     def model_name(self) -> str:
-        """What the model is called: by its config, the hub's cache, or its folder."""
+        """What the model is called: its published name, or else its folder's."""
+        return self.published_name or self.path.resolve().name
+
+    @property
+    def published_name(self) -> str | None:
+        """What its config or the hub's cache call the model, None if they do not."""
         name = self.fields("config.json").get("_name_or_path")
-        if name:
-            return str(name)
+        if isinstance(name, str) and name and not name.startswith(("/", ".")):
+            return name
         for folder in (self.path, *self.path.resolve().parents):
             if folder.name.startswith("models--"):
                 return folder.name.removeprefix("models--").replace("--", "/")
-        return self.path.resolve().name
+        return None
 
 
 def _read_object(file: Path) -> Mapping[str, Any]:
@@ -82,7 +87,7 @@ def _read_object(file: Path) -> Mapping[str, Any]:
         return {}
     try:
         fields = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelFileError(f"{file}: not valid JSON: {error}") from error
     if not isinstance(fields, dict):
         raise ModelFileError(

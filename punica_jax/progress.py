@@ -1,11 +1,11 @@
-"""A progress bar over the prompts of a call.
+"""A progress bar over the sequences of a call.
 
-Plain Python; knows a number of prompts, nothing of what they are.
+Plain Python; knows when a sequence has ended, nothing of what steps it.
 """
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from rich.console import Console
 from rich.progress import (
@@ -17,22 +17,27 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from punica_jax.sequence import SequenceState
+
 
 @contextlib.contextmanager
 def answering(
-    num_prompts: int, progress: bool | None
-) -> Iterator[Callable[[int], None]]:
-    """Show on standard error how many prompts are answered.
+    sequences: Sequence[SequenceState], progress: bool | None
+) -> Iterator[Callable[[], None]]:
+    """Show on standard error how many sequences are answered.
 
     Args:
-      num_prompts: all of them.
+      sequences: all of them.
       progress: whether to; None if standard error is a terminal and there are several.
 
     Yields:
-      A function to call with the number of prompts answered so far.
+      A function to call after each step.
     """
     if progress is None:
-        progress = num_prompts > 1 and sys.stderr.isatty()
+        progress = len(sequences) > 1 and sys.stderr.isatty()
+    if not progress:
+        yield lambda: None
+        return
     bar = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -40,8 +45,9 @@ def answering(
         TimeElapsedColumn(),
         TimeRemainingColumn(),
         console=Console(stderr=True),
-        disable=not progress,
     )
     with bar:
-        task = bar.add_task("answering", total=num_prompts)
-        yield lambda answered: bar.update(task, completed=answered)
+        task = bar.add_task("answering", total=len(sequences))
+        yield lambda: bar.update(
+            task, completed=sum(one.finish_reason is not None for one in sequences)
+        )

@@ -3,7 +3,8 @@
 Plain Python; knows texts, tokens and names of adapters, nothing of devices or steps.
 """
 
-from collections.abc import Sequence
+import reprlib
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 from punica_jax.adapters import AdapterTable
@@ -28,28 +29,35 @@ class Prompts:
         self._max_model_len = max_model_len
 
     def sequences(
-        self, prompts: Any, adapters: Any, sampling: Any, on_token: Any
+        self,
+        prompts: Any,
+        adapters: Any,
+        sampling: Any,
+        on_token: Any,
+        *,
+        default: SamplingParams,
     ) -> list[SequenceState]:
-        """Check the arguments of `LLM.generate` and make its sequences."""
+        """Check the arguments of `LLM.generate` and make its sequences.
+
+        Args:
+          prompts: see `LLM.generate`; and so `adapters`, `sampling` and `on_token`.
+          default: stands where `sampling` is None, or has None.
+
+        Raises:
+          ValueError: one of them breaks its rule.
+        """
         if isinstance(prompts, str):
             prompts = [prompts]
         if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
             raise ValueError(
                 "prompts must be a text, or a list of texts or of lists of token ids, "
-                f"got {prompts!r}"
+                f"got {reprlib.repr(prompts)}"
             )
+        _check_callback(on_token)
         count = len(prompts)
-        if adapters is None or isinstance(adapters, str):
-            adapters = [adapters] * count
-        if sampling is None or isinstance(sampling, SamplingParams):
-            sampling = [sampling or SamplingParams()] * count
-        for name, values in (("adapters", adapters), ("sampling", sampling)):
-            if not isinstance(values, Sequence) or len(values) != count:
-                got = len(values) if isinstance(values, Sequence) else repr(values)
-                raise ValueError(
-                    f"{name} must be one for all prompts or one each: got {got} for "
-                    f"{count} prompts"
-                )
+        adapters = _one_each("adapters", adapters, str, count)
+        sampling = _one_each("sampling", sampling, SamplingParams, count)
+        sampling = [default if params is None else params for params in sampling]
         for index, params in enumerate(sampling):
             if not isinstance(params, SamplingParams):
                 raise ValueError(
@@ -95,9 +103,14 @@ class Prompts:
         """Return a prompt's token ids, checked."""
         if isinstance(prompt, str):
             tokens = self._tokenizer.encode(prompt) if prompt else []
-        elif isinstance(prompt, bytes) or not hasattr(prompt, "__iter__"):
+        # A mapping or a set would be taken for a list of its keys.
+        elif isinstance(prompt, bytes | Mapping | Set) or not hasattr(
+            prompt, "__iter__"
+        ):
+            hint = "; one prompt of token ids is passed as [[1, 2, 3]]"
             raise ValueError(
-                f"prompt {index} must be a text or a list of token ids, got {prompt!r}"
+                f"prompt {index} must be a text or a list of token ids, got "
+                f"{reprlib.repr(prompt)}{hint if is_integer(prompt) else ''}"
             )
         else:
             tokens = list(prompt)
@@ -116,3 +129,26 @@ class Prompts:
                 "max_model_len"
             )
         return [int(token) for token in tokens]
+
+
+def _check_callback(on_token: Any) -> None:
+    if on_token is not None and not callable(on_token):
+        raise ValueError(
+            "on_token must be a function of a completion's index and its newest text, "
+            f"got {on_token!r}"
+        )
+
+
+def _one_each(name: str, values: Any, kind: type, count: int) -> Sequence[Any]:
+    """Return one value for each prompt, where one for all of them was given or None."""
+    if values is None or isinstance(values, kind):
+        return [values] * count
+    if isinstance(values, Sequence) and len(values) == count:
+        return values
+    got = len(values) if isinstance(values, Sequence) else repr(values)
+    swapped = isinstance(values, SamplingParams)
+    hint = "; sampling comes third, or as sampling=" if swapped else ""
+    raise ValueError(
+        f"{name} must be one for all prompts or one each: got {got} for {count} "
+        f"prompts{hint}"
+    )

@@ -47,7 +47,8 @@ class SamplingParams:
 
     Attributes:
         n: completions of each prompt, at least 1, and 1 at temperature 0, where all
-            would be the same. Each is prefilled on its own.
+            would be the same. They share the prompt's full KV pages; with
+            `prompt_logprobs` each computes all of it.
         max_new_tokens: most tokens to generate, at least 1; the stop token counts.
         min_new_tokens: tokens that come before a stop token can, or before a stop
             string can be complete; at most max_new_tokens.
@@ -179,7 +180,8 @@ class SamplingParams:
         object.__setattr__(self, "logit_bias", dict(self.logit_bias))
 
     def _check_stops(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        stop = () if stop is None else stop
         if not _is_sequence(stop) or not all(
             isinstance(text, str) and text for text in stop
         ):
@@ -187,7 +189,7 @@ class SamplingParams:
                 "stop must be a text or a sequence of texts, none of them empty, "
                 f"got {self.stop!r}"
             )
-        tokens = self.stop_token_ids or ()
+        tokens = () if self.stop_token_ids is None else self.stop_token_ids
         if not _is_sequence(tokens):
             raise ValueError(
                 f"stop_token_ids must be a sequence of token ids, got {tokens!r}"

@@ -51,7 +51,8 @@ def kept_tokens(
         keep = (keys >= limit[:, None]) | (top_k <= 0)[:, None]
     if top_p is not None:
         rest = jnp.where(keep, weights, jnp.float32(0))
-        limit = nucleus(keys, rest, top_p)
+        # A share that float32 takes for nothing would leave nothing.
+        limit = jnp.minimum(nucleus(keys, rest, top_p), jnp.max(keys, axis=-1))
         # A share of 1 is everything, also what float32 sums do not notice.
         keep &= (keys >= limit[:, None]) | (top_p >= 1)[:, None]
     if min_p is not None:

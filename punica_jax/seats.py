@@ -105,7 +105,8 @@ class SeatRow:
           params: tokens below the vocabulary's size.
           seed: of the random numbers; the parameters' own may be None.
           prompt: its tokens.
-          stop_ids: all tokens that end it.
+          stop_ids: all tokens that end it; a model cannot say those beyond its
+            vocabulary, which a tokenizer may have.
           vocab_size: the model's.
         """
         biases = params.logit_bias or {}
@@ -115,7 +116,8 @@ class SeatRow:
         bias[: len(biases)] = list(biases.values())
         marks = np.zeros(-(-vocab_size // 4) * 4, np.uint8)
         marks[np.asarray(prompt, np.int32)] |= _IN_PROMPT
-        marks[np.asarray(list(stop_ids), np.int32)] |= _STOPS
+        stops = [token for token in stop_ids if token < vocab_size]
+        marks[np.asarray(stops, np.int32)] |= _STOPS
         return cls(
             temperature=np.asarray(params.temperature, np.float32),
             top_p=np.asarray(params.top_p, np.float32),

@@ -88,7 +88,7 @@ class SequenceState:
         if sampling.seed is None:
             self.seed = secrets.randbits(32)
         else:
-            self.seed = (sampling.seed + sample_index) & MAX_SEED
+            self.seed = (int(sampling.seed) + sample_index) & MAX_SEED
         self._eos = frozenset() if sampling.ignore_eos else tokenizer.eos_token_ids
         self.stop_ids = self._eos | frozenset(sampling.stop_token_ids or ())
         self.draws = bool(

@@ -10,6 +10,7 @@ from punica_jax.pallas_kernels import RANK_PAGE
 from punica_jax.request import is_integer
 
 MAX_RANK = 512
+_MAX_ROWS = 2048
 _MAX_HEAD_DIM = 256
 
 
@@ -55,6 +56,11 @@ class Sizes:
             raise ValueError(
                 f"page_size must be a power of two of at least 16, got {self.page_size}"
             )
+
+    @property
+    def max_rows(self) -> int:
+        """Most rows of a step."""
+        return max(self.max_seats, _MAX_ROWS)
 
     @property
     def pages_per_seq(self) -> int:

@@ -4,12 +4,13 @@ Plain Python; knows sequences and what steps them, nothing of devices.
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
 from punica_jax.request import Completion
-from punica_jax.sequence import SequenceState
+from punica_jax.sequence import SequenceState, TokenCallback
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,21 +38,56 @@ class Steps(Protocol):
     def step(self) -> None: ...
 
 
-def pieces(
-    engine: Steps, sequences: Sequence[SequenceState], fresh: deque[Piece]
-) -> Iterator[Piece]:
-    """Step sequences to their ends, and yield what came after each step.
+class Stream(Iterator[Piece]):
+    """The pieces of completions, in the order in which they come.
 
-    Args:
-      engine: holds the sequences.
-      sequences: in order.
-      fresh: where the sequences' `on_token` puts pieces.
+    The LLM takes no other call from the making of a stream until its last step has run,
+    or the stream is closed or dropped.
     """
-    unfinished = dict(enumerate(sequences))
-    while engine.busy:
-        engine.step()
-        while fresh:
-            yield fresh.popleft()
-        ended = [i for i, one in unfinished.items() if one.finish_reason is not None]
-        for index in ended:
-            yield Piece(index, "", unfinished.pop(index).completion())
+
+    def __init__(
+        self,
+        engine: Steps,
+        running: Callable[
+            [TokenCallback], AbstractContextManager[Sequence[SequenceState]]
+        ],
+    ):
+        """Begin.
+
+        Args:
+          engine: steps the sequences.
+          running: makes the sequences, which call what it is given, and hands them to
+            the engine; whatever is left of them goes when its context ends.
+        """
+        self._steps = _steps(engine, running)
+        self._fresh = deque(next(self._steps))
+
+    def __next__(self) -> Piece:
+        while not self._fresh:
+            self._fresh.extend(next(self._steps))
+        return self._fresh.popleft()
+
+    def close(self) -> None:
+        """End, and free what the completions hold; a second time does nothing."""
+        self._fresh.clear()
+        self._steps.close()
+
+
+def _steps(
+    engine: Steps,
+    running: Callable[[TokenCallback], AbstractContextManager[Sequence[SequenceState]]],
+) -> Generator[list[Piece], None, None]:
+    """Yield what has come: nothing at the beginning, then each step's pieces."""
+    fresh: list[Piece] = []
+    with running(lambda index, text: fresh.append(Piece(index, text))) as sequences:
+        unfinished = dict(enumerate(sequences))
+        while engine.busy:
+            yield fresh
+            fresh = []
+            engine.step()
+            for index, sequence in list(unfinished.items()):
+                if sequence.finish_reason is not None:
+                    del unfinished[index]
+                    fresh.append(Piece(index, "", sequence.completion()))
+    # After the context: with the last pieces at hand, others may call.
+    yield fresh

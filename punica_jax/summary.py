@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import fields
 
 from punica_jax.adapters import AdapterTable, LoadedAdapter
-from punica_jax.generation_config import GenerationConfig
 from punica_jax.memory import MemoryPlan, bytes_text
 from punica_jax.models import LlamaConfig
 from punica_jax.request import SamplingParams
@@ -24,7 +23,8 @@ def summary(
     plan: MemoryPlan,
     table: AdapterTable,
     programs: Sequence[str],
-    defaults: GenerationConfig,
+    sampling: SamplingParams,
+    unused: Sequence[str],
 ) -> str:
     """Return the lines, one subject each and one for each adapter.
 
@@ -35,7 +35,8 @@ def summary(
       plan: who has how many bytes.
       table: the loaded adapters.
       programs: names of the compiled programs.
-      defaults: what requests get that say nothing of sampling.
+      sampling: what requests get that say nothing of it.
+      unused: fields of `generation_config.json` that are not supported.
     """
     sizes, device = plan.sizes, plan.device
     full = min(sizes.max_seats, sizes.num_kv_pages // sizes.pages_per_seq)
@@ -61,20 +62,21 @@ def summary(
     if len(loaded) > _MAX_LISTED:
         text.append(f"    and {len(loaded) - _MAX_LISTED} more")
     text.append(f"  {'programs':10}{_programs_line(programs)}")
-    text.append(f"  {'sampling':10}{_sampling_line(defaults.sampling)}")
-    if defaults.unused:
+    text.append(f"  {'sampling':10}{_sampling_line(sampling)}")
+    if unused:
         text.append(
             f"  {'':10}generation_config.json also has what is not supported: "
-            f"{', '.join(defaults.unused)}"
+            f"{', '.join(unused)}"
         )
     return "\n".join(text)
 
 
 def _adapter_line(adapter: LoadedAdapter) -> str:
     pages = ", ".join(f"{group} {len(own)}" for group, own in adapter.pages.items())
+    # A line break in a name would break the line.
+    name = adapter.name if adapter.name.isprintable() else repr(adapter.name)
     return (
-        f"{adapter.name}: slot {adapter.slot}, rank {adapter.report.rank}, "
-        f"rank pages {pages}"
+        f"{name}: slot {adapter.slot}, rank {adapter.report.rank}, rank pages {pages}"
     )
 
 

@@ -29,6 +29,13 @@ def write(path, name, fields):
     return ModelDir(path)
 
 
+def nested(depth):
+    value = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
 @pytest.mark.parametrize("title", chat_cases.CONVERSATIONS)
 @pytest.mark.parametrize("name", chat_cases.TEMPLATES)
 def test_as_transformers_renders(name, title):
@@ -59,6 +66,12 @@ def test_contents_in_parts():
     assert template(PLAIN).render([message], **last) == ["user:a\nb"]
 
 
+def test_a_text_alone_is_the_default():
+    chat = ChatTemplate(PLAIN)
+    assert chat.names == ["default"]
+    assert chat.render([USER]) == ["user:hi;"]
+
+
 def test_the_date():
     before = datetime.date.today()
     (text,) = template("{{ strftime_now('%Y-%m-%d') }}").render([USER])
@@ -72,8 +85,10 @@ class TestFiles:
         write(tmp_path, "special_tokens_map.json", {"eos_token": "</s>"})
         (tmp_path / "additional_chat_templates").mkdir()
         (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("tool")
-        chat = ChatTemplate.from_dir(ModelDir(tmp_path))
-        assert chat.render([USER]) == ["new</s>"]
+        for path in (str(tmp_path), tmp_path, ModelDir(tmp_path)):
+            chat = ChatTemplate.from_dir(path)
+            assert chat.names == ["default", "tool_use"]
+            assert chat.render([USER]) == ["new</s>"]
         assert chat.render([USER], tools=[]) == ["tool"]
         assert chat.render([USER], template="tool_use") == ["tool"]
 
@@ -107,7 +122,8 @@ class TestFiles:
         assert chat.render([USER], template="{{ 1 + 1 }}") == ["2"]
 
     def test_none(self, tmp_path):
-        chat = ChatTemplate.from_dir(ModelDir(tmp_path))
+        chat = ChatTemplate.from_dir(tmp_path)
+        assert chat.names == []
         with pytest.raises(ChatError) as caught:
             chat.render([USER])
         assert str(caught.value) == (
@@ -126,7 +142,11 @@ class TestFiles:
     def test_malformed_files(self, tmp_path):
         (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
         with pytest.raises(ModelFileError, match=r"template.jinja: not valid UTF-8"):
-            ChatTemplate.from_dir(ModelDir(tmp_path))
+            ChatTemplate.from_dir(tmp_path)
+        (tmp_path / "chat_template.jinja").unlink()
+        (tmp_path / "tokenizer_config.json").write_text("[" * 10**6)
+        with pytest.raises(ModelFileError, match=r"config.json: not valid JSON"):
+            ChatTemplate.from_dir(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -146,6 +166,7 @@ class TestFiles:
             "^message 0: a part of a content must be .* got {'type': 'image_url'",
         ),
         ([USER | {"name": np.zeros(2)}], "^message 0 must hold what JSON can"),
+        ([USER | {"name": nested(10**5)}], "^message 0 must hold what JSON can"),
     ],
 )
 def test_malformed_messages(messages, message):
@@ -160,11 +181,30 @@ def test_malformed_messages(messages, message):
         ("{{ raise_exception('no ' + messages[0].role) }}", "messages: no user$"),
         ("{{ 1 // 0 }}", "refused the messages: ZeroDivisionError"),
         ("{{ missing.name }}", "UndefinedError: 'missing' is undefined"),
+        ("{{ " + "(" * 10**4 + "1", "template cannot be compiled: RecursionError"),
+        (
+            "{% for i in [1] %}" * 30 + "{% endfor %}" * 30,
+            "template cannot be compiled: SyntaxError: too many statically nested",
+        ),
     ],
 )
 def test_templates_that_fail(text, message):
     with pytest.raises(ChatError, match=message):
         template(text).render([USER])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"template": 3}, r"template must be a Jinja text, .* \('default'\), got 3"),
+        ({"template": ["x"]}, r"template must be a Jinja text, .* got \['x'\]"),
+        ({"variables": 3}, "variables must map names to values, got 3"),
+        ({"variables": ["x"]}, r"variables must map names to values, got \['x'\]"),
+    ],
+)
+def test_options_of_a_wrong_kind(options, message):
+    with pytest.raises(ChatError, match=message):
+        template(PLAIN).render([USER], **options)
 
 
 @pytest.mark.parametrize(
@@ -199,6 +239,10 @@ def test_continuing_needs_the_message():
         chat.render([USER], **last)
     with pytest.raises(ChatError, match="needs a last message with a text"):
         chat.render([{"role": "user", "content": ""}], **last)
+    twice = template("{{ messages[0].content }}|{{ messages[0].content }}")
+    with pytest.raises(ChatError, match="writes the last message's content more than"):
+        twice.render([USER], **last)
+    assert twice.render([USER]) == ["hi|hi"]
     with pytest.raises(ChatError, match="set add_generation_prompt=False"):
         chat.render([USER], continue_final_message=True)
 

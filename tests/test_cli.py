@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from punica_jax import LLM, Completion, SamplingParams, cli, demo
+from punica_jax import LLM, ChatTemplate, Completion, SamplingParams, cli, demo
 from tests import tiny_checkpoint
 
 RANKS = {"upper": (8,), "reverse": (4, 16), "[red]": (64,)}
@@ -38,6 +38,7 @@ class FakeLLM:
     def __init__(self, *, fickle=""):
         self.programs = []
         self.calls = []
+        self.chat_template = ChatTemplate("{{ messages[0].content }}")
         self.adapters = {
             name: SimpleNamespace(
                 report=SimpleNamespace(rows=[SimpleNamespace(rank=r) for r in ranks])
@@ -264,6 +265,18 @@ class TestCommands:
         else:
             assert result.stdout == "[none] ab\n<ab>\n\n[none] cd\n<cd>\n\n"
 
+    @pytest.mark.parametrize("templates", [{}, {"rag": "R"}])
+    def test_generate_chats_by_a_template_alone(self, monkeypatch, templates):
+        llm = FakeLLM()
+        llm.chat_template = ChatTemplate(templates)
+        monkeypatch.setattr(cli, "LLM", lambda *_, **__: llm)
+        result = CliRunner().invoke(cli.app, ["generate", "/m", "hi", "--chat"])
+        assert result.exit_code == 2
+        assert result.stderr == (
+            "error: --chat needs a chat template, and /m has none for plain "
+            "conversations; leave --chat out\n"
+        )
+
     def test_generate_streams_a_single_prompt(self, monkeypatch):
         monkeypatch.setattr(cli, "LLM", lambda *_, **__: FakeLLM())
         result = CliRunner().invoke(
@@ -283,6 +296,10 @@ class TestCommands:
                 ["hi", "--adapter", "none=/x"],
                 "--adapter must be NAME=PATH with a name other than 'none', "
                 "got 'none=/x'",
+            ),
+            (
+                ["hi", "--adapter", "a=/x", "--adapter", "a=/y"],
+                "--adapter must give each name once, got 'a' for '/x' and for '/y'",
             ),
             (
                 ["a", "b", "c", "--use", "none", "--use", "none"],

@@ -570,3 +570,9 @@ def test_inverse_frequencies_equal_transformers(scaling, expected):
     inv_freq = inverse_frequencies(16, 500000.0, scaling)
     assert inv_freq.dtype == np.float32
     np.testing.assert_array_equal(inv_freq, np.array(expected, np.float32))
+
+
+def test_yarn_needs_a_base_above_one():
+    rope = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1.0}
+    with pytest.raises(ConfigError, match="rope_theta must be greater than 1 with"):
+        LlamaConfig.from_hf(SMALL | {"rope_parameters": rope})

@@ -51,7 +51,7 @@ def test_group_and_swap_is_a_batch_an_adapter_largest_first(bench):
     "method",
     [
         pytest.param("ours", marks=pytest.mark.slow),
-        "gather",
+        pytest.param("gather", marks=pytest.mark.slow),
         pytest.param("ragged_dot", marks=pytest.mark.slow),
         pytest.param("loop", marks=pytest.mark.slow),
     ],

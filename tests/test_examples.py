@@ -28,6 +28,7 @@ def run_example(name, *options):
     return done.stdout
 
 
+@pytest.mark.slow
 def test_flax_model():
     out = run_example("example_flax_model", "-W", "error")
     lines = re.findall(r"(.+?) +error before (\S+)  after (\S+)", out)

@@ -55,6 +55,12 @@ def read(path, fields):
         ),
         ({"stop_strings": ["END"]}, {"stop": ["END"]}),
         ({"transformers_version": "5.0", "cache_implementation": "static"}, {}),
+        # Switched off, each in its own way.
+        ({"suppress_tokens": [], "bad_words_ids": [], "sequence_bias": {}}, {}),
+        ({"renormalize_logits": False, "token_healing": False, "num_beams": 1}, {}),
+        # Without effect, so not looked at.
+        ({"temperature": 200, "top_k": 1.5}, {}),
+        ({"top_p": 0, "min_p": "x", "do_sample": False}, {}),
     ],
 )
 def test_defaults(tmp_path, fields, expected):
@@ -70,8 +76,18 @@ def test_no_file(tmp_path):
 def test_what_is_not_supported_is_named(tmp_path):
     fields = {"num_beams": 4, "no_repeat_ngram_size": 0, "typical_p": 1.0}
     fields |= {"suppress_tokens": [1], "penalty_alpha": None, "guidance_scale": 2}
+    fields |= {"dola_layers": "high", "renormalize_logits": True}
+    fields |= {"remove_invalid_values": True, "token_healing": True}
     config = read(tmp_path, fields)
-    assert config.unused == ("guidance_scale", "num_beams", "suppress_tokens")
+    assert config.unused == (
+        "dola_layers",
+        "guidance_scale",
+        "num_beams",
+        "remove_invalid_values",
+        "renormalize_logits",
+        "suppress_tokens",
+        "token_healing",
+    )
     assert config.sampling == SamplingParams()
 
 
@@ -79,9 +95,12 @@ def test_what_is_not_supported_is_named(tmp_path):
     ("fields", "message"),
     [
         ({"do_sample": "yes"}, "do_sample must be true or false, got 'yes'"),
-        ({"temperature": -1}, "temperature: temperature must be a number .* got -1"),
-        ({"top_p": 2}, "top_p: top_p must be a number .* got 2"),
-        ({"top_k": 1.5}, "top_k: top_k must be .* got 1.5"),
+        (
+            {"do_sample": True, "temperature": -1},
+            "temperature: temperature must be a number .* got -1",
+        ),
+        ({"do_sample": True, "top_p": 2}, "top_p: top_p must be a number .* got 2"),
+        ({"do_sample": True, "top_k": 1.5}, "top_k: top_k must be .* got 1.5"),
         ({"repetition_penalty": 0}, "repetition_penalty: repetition_penalty must be"),
         ({"max_length": "x"}, "max_length: max_new_tokens must be .* got 'x'"),
         ({"min_new_tokens": 5, "max_new_tokens": 4}, "min_new_tokens must be .* got 5"),

@@ -1,7 +1,10 @@
 """Names to directories, and the hub's ids fetched from a local stand-in of it."""
 
 import builtins
+import json
+import re
 import shutil
+from pathlib import Path
 
 import huggingface_hub
 import pytest
@@ -10,7 +13,7 @@ from typer.testing import CliRunner
 
 import punica_jax as pj
 from punica_jax import HubError, cli
-from punica_jax.hub import local_dir
+from punica_jax.hub import fetch_weights, local_dir
 from tests.hub_server import serving
 
 
@@ -42,6 +45,11 @@ def hub(server, tmp_path, monkeypatch):
     huggingface_hub.close_session()
 
 
+def safetensors_of(hub):
+    """The requests so far for weights."""
+    return [request for request in hub.requests if ".safetensors" in request]
+
+
 def files(folder):
     return {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()}
 
@@ -66,9 +74,72 @@ def test_fetches_what_a_model_has(hub, checkpoint, tmp_path):
     (repo / "original" / "consolidated.00.pth").write_text("large")
     hub.repos["org/full"] = {"main": repo}
     folder = local_dir("org/full", "model")
+    assert files(folder) == wanted - {"model.safetensors"}
+    assert safetensors_of(hub) == []
+    fetch_weights("org/full", folder)
     assert files(folder) == wanted
     for name in wanted:
         assert (folder / name).read_bytes() == (repo / name).read_bytes()
+    hub.requests.clear()
+    fetch_weights("org/full", folder)
+    fetch_weights(repo, local_dir(repo, "model"))
+    assert hub.requests == []
+
+
+def write_index(folder, *names):
+    weight_map = {f"tensor {name}": name for name in names}
+    text = json.dumps({"weight_map": weight_map})
+    (folder / "model.safetensors.index.json").write_text(text)
+
+
+def test_weights_are_of_the_first_files_commit(hub, checkpoint, tmp_path):
+    old = shutil.copytree(checkpoint / "model", tmp_path / "old")
+    new = shutil.copytree(checkpoint / "model", tmp_path / "new")
+    (new / "model.safetensors").write_bytes(b"newer")
+    (old / "model.safetensors").rename(old / "model-1.safetensors")
+    write_index(old, "model-1.safetensors")
+    hub.repos["org/moving"] = {"main": old, "before": old}
+    folder = local_dir("org/moving@main", "model")
+    hub.repos["org/moving"]["main"] = new
+    fetch_weights("org/moving@main", folder)
+    assert files(folder) == files(old)
+    name = "model-1.safetensors"
+    assert (folder / name).read_bytes() == (old / name).read_bytes()
+
+
+@pytest.mark.parametrize("shards", [0, 2, 6])
+def test_a_cache_that_is_not_whole(hub, checkpoint, monkeypatch, shards):
+    # As versions of huggingface_hub left it that kept no list of what there is.
+    root = Path(constants.HF_HUB_CACHE) / "models--org--part"
+    folder = root / "snapshots" / ("c" * 40)
+    folder.mkdir(parents=True)
+    (root / "refs").mkdir()
+    (root / "refs" / "main").write_text(folder.name)
+    for name in ("config.json", "tokenizer.json"):
+        shutil.copy(checkpoint / "model" / name, folder)
+    names = [f"model-{i}.safetensors" for i in range(shards)]
+    if shards:
+        write_index(folder, *names)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert local_dir("org/part", "model") == folder
+    missing = {
+        0: "model.safetensors",
+        2: "model-0.safetensors, model-1.safetensors",
+        6: ", ".join(names[:4]) + " and 2 more",
+    }
+    with pytest.raises(HubError) as caught:
+        fetch_weights("org/part", folder)
+    assert str(caught.value) == (
+        f"org/part: neither the hub nor its cache on this machine has {missing[shards]}"
+        ", which a model needs (weights in other formats are not read): connect, or "
+        "give a local directory"
+    )
+    for name in names or ["model.safetensors"]:
+        (folder / name).write_bytes(b"weights")
+    fetch_weights("org/part", folder)
+    (folder / "config.json").unlink()
+    with pytest.raises(HubError, match=r"org/part: neither .* has config.json, which"):
+        pj.LLM("org/part")
 
 
 def test_a_second_time_is_from_the_cache(hub):
@@ -124,8 +195,9 @@ def test_refused(hub, tmp_path):
         "org/nobody": "org/nobody: no such directory, and no such adapter at "
         f"{hub.url}/org/nobody, or it is private: check the spelling, or log in: hf "
         "auth login",
-        "org/empty": f"org/empty: {hub.url}/org/empty has none of an adapter's files: "
-        "adapter_config.json, adapter_model.safetensors",
+        "org/empty": "org/empty: neither the hub nor its cache on this machine has "
+        "adapter_config.json, adapter_model.safetensors, which an adapter needs "
+        "(weights in other formats are not read): connect, or give a local directory",
     }
     for name, text in texts.items():
         with pytest.raises(HubError) as caught:
@@ -148,6 +220,16 @@ def test_neither(hub, name, monkeypatch, tmp_path):
         f"{name}: no such directory, and not the id of a model on the Hugging Face "
         "hub either (org/name or org/name@revision)"
     )
+    assert hub.requests == []
+
+
+@pytest.mark.parametrize("name", ["", None, 3, b"org/name"])
+def test_no_names(hub, llm, name):
+    text = f"must be a directory, or an id of the Hugging Face hub .* got {name!r}"
+    with pytest.raises(HubError, match=f"^a model {text}"):
+        pj.LLM(name)
+    with pytest.raises(HubError, match=f"^an adapter {text}"):
+        llm.load_adapter("x", name)
     assert hub.requests == []
 
 
@@ -199,6 +281,41 @@ def test_adapters_of_the_hub(hub, llm):
         llm.unload_adapter("fetched")
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kv_memory": 5}, "kv_memory = 5 is 0 bytes in whole pages"),
+        ({"max_rank": 513}, "max_rank must be at most 512"),
+        ({"adapters": ["a"]}, "adapters must map names to directories"),
+        ({"adapters": {"a": "org/nobody"}}, "org/nobody: no such directory, and no "),
+        ({"adapters": {"a": "org/lora@v2"}, "max_rank": 16}, "its rank is 20, above"),
+    ],
+)
+def test_refused_before_weights_are_fetched(hub, options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        pj.LLM("org/tiny", progress=False, **options)
+    assert any("config.json" in request for request in hub.requests)
+    weights = "/org/tiny/resolve/.*safetensors"
+    assert not [r for r in hub.requests if re.search(weights, r)]
+
+
+def test_a_base_by_another_name(hub, llm, checkpoint, tmp_path):
+    path = shutil.copytree(checkpoint / "a", tmp_path / "a")
+    fields = json.loads((path / "adapter_config.json").read_text())
+    fields["base_model_name_or_path"] = "org/large"
+    (path / "adapter_config.json").write_text(json.dumps(fields))
+    # What a folder is called says nothing; warnings are errors here.
+    llm.load_adapter("trained elsewhere", path)
+    llm.unload_adapter("trained elsewhere")
+    text = "was trained on 'org/large', the base model is 'org/tiny'"
+    with pytest.warns(UserWarning, match=text) as caught:
+        fetched = pj.LLM("org/tiny", {"x": path}, max_seats=1, progress=False)
+    with pytest.warns(UserWarning, match=text) as later:
+        fetched.load_adapter("x", path)
+    assert [Path(one.filename) for one in [*caught, *later]] == [Path(__file__)] * 2
+
+
+@pytest.mark.slow
 def test_the_command_line_takes_ids(hub, llm):
     words = "generate org/tiny hello --adapter a=org/lora --use a --max-new-tokens 1"
     result = CliRunner().invoke(cli.app, words.split())

@@ -31,7 +31,7 @@ def test_rows_equal_the_same_requests_alone(llm, together):
     assert len(set(hello)) == 3, "adapters must matter"
 
 
-@pytest.mark.parametrize("draws", [False, True])
+@pytest.mark.parametrize("draws", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_generate_inside_jit_equals_llm(llm, checkpoint, draws):
     model = pj.load_model(checkpoint / "model", progress=False)
     # Slots of another order than the LLM's.
@@ -309,9 +309,29 @@ def test_capacity(llm, checkpoint, tmp_path):
         ([[True]], None, None, "prompt 0 has token True"),
         ([b"hi"], None, None, "prompt 0 must be a text or a list of token ids"),
         (["a", None], None, None, "prompt 1 must be a text .* got None"),
-        ([1, 2], None, None, "prompt 0 must be a text .* got 1"),
+        (
+            [1, 2],
+            None,
+            None,
+            r"prompt 0 must be a text .* got 1; one prompt of token ids is passed as "
+            r"\[\[1, 2, 3\]\]$",
+        ),
         (None, None, None, "prompts must be a text, or a list .* got None"),
-        (["a"], None, [None], "sampling 0 must be a SamplingParams, got None"),
+        (["a"], None, [3], "sampling 0 must be a SamplingParams, got 3"),
+        (
+            [{"prompt_token_ids": [5, 6]}],
+            None,
+            None,
+            "prompt 0 must be a text or a list of token ids, got {'prompt_token_ids'",
+        ),
+        ([{5, 6}], None, None, "prompt 0 must be a text or a list .* got {5, 6}$"),
+        (
+            ["a"],
+            GREEDY,
+            None,
+            r"adapters must be one .* got SamplingParams\(.*for 1 prompts; sampling "
+            "comes third, or as sampling=$",
+        ),
         (["a"], [["a"]], None, r"no adapter named \['a'\] is loaded"),
         (["x" * 127], None, None, "128 tokens, which leaves no room.*is 128"),
         (["a"], ["a", "b"], None, "adapters must be one .* got 2 for 1 prompts"),
@@ -322,6 +342,17 @@ def test_capacity(llm, checkpoint, tmp_path):
 def test_bad_requests(llm, prompts, adapters, sampling, message):
     with pytest.raises(ValueError, match=message):
         llm.generate(prompts, adapters, sampling)
+
+
+def test_a_callback_must_be_callable(llm):
+    with pytest.raises(ValueError, match=r"on_token must be a function of .* got 3"):
+        llm.generate(["a"], on_token=3)
+
+
+def test_default_sampling_of_some(llm, together, monkeypatch):
+    monkeypatch.setattr(llm, "default_sampling", GREEDY)
+    mixed = [GREEDY, None] * (len(PROMPTS) // 2)
+    assert llm.generate(PROMPTS, ADAPTERS, mixed) == together
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pytest
 
 import punica_jax as pj
 from punica_jax import models
+from punica_jax.model_dir import ModelDir
 
 GREEDY = pj.SamplingParams(max_new_tokens=1)  # prefill programs alone
 USER = {"role": "user", "content": "hello"}
@@ -67,7 +68,8 @@ def test_print(limited, llm):
     assert lines[0] == "LLM base"
     assert lines[1].startswith("  model     llama, 2 layers, ")
     assert lines[1].endswith(" parameters, float32, 127 KiB")
-    assert re.fullmatch(r"  device    cpu, \d+ KiB of [\d.]+ GiB reserved", lines[2])
+    device = r"  device    cpu, [\d.]+ [KM]iB of [\d.]+ GiB reserved"
+    assert re.fullmatch(device, lines[2])
     assert lines[3] == (
         "  KV cache  3 pages of 16 tokens, 12.00 KiB: 1 of 4 seats at the full 32 "
         "tokens"
@@ -90,6 +92,20 @@ def test_print(limited, llm):
     assert other[-1] == "  sampling  max_new_tokens=128, temperature=0.0"
 
 
+def test_print_as_it_is_now(limited, llm, checkpoint, monkeypatch):
+    warm = pj.SamplingParams(temperature=0.5, top_k=3, max_new_tokens=9)
+    monkeypatch.setattr(limited, "default_sampling", warm)
+    lines = str(limited).splitlines()
+    assert lines[7] == "  sampling  max_new_tokens=9, temperature=0.5, top_k=3"
+    assert lines[8].endswith("what is not supported: num_beams")
+    assert repr(limited.adapters) == "mappingproxy(AdapterTable(['b']))"
+    llm.load_adapter("two\nlines", checkpoint / "d")
+    try:
+        assert r"    'two\nlines': slot 3, rank 8, " in str(llm)
+    finally:
+        llm.unload_adapter("two\nlines")
+
+
 def test_config_is_read_once(checkpoint, monkeypatch):
     def read_again(*_, **__):
         raise AssertionError("read before")
@@ -100,6 +116,56 @@ def test_config_is_read_once(checkpoint, monkeypatch):
     )
     model = pj.load_model(checkpoint / "model", config=config, progress=False)
     assert model.config == config
+
+
+@pytest.fixture
+def no_weights(checkpoint, tmp_path):
+    """A model's directory without its weights: reading them would fail."""
+    path = tmp_path / "no weights"
+    path.mkdir()
+    for name in ("config.json", "tokenizer.json"):
+        shutil.copy(checkpoint / "model" / name, path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("adapters", "message"),
+    [
+        (["a"], r"adapters must map names to directories or .* got \['a'\]"),
+        ("x/y", "adapters must map names to directories or .* got 'x/y'"),
+        ({"": "a"}, "an adapter's name must be a text, not empty, got ''"),
+        ({3: "a"}, "an adapter's name must be a text, not empty, got 3"),
+        (
+            {"a": "a", "b": "b", "d": "d"},
+            "adapters must be at most num_slots = 2, got 3; raise num_slots",
+        ),
+        ({"x": "no/such/dir"}, "no/such/dir: no such directory, and not the id"),
+        ({"a": "a", "c": "c"}, "adapter 'c' does not fit: its rank is 64, above max_r"),
+        ({"m": "model"}, "model: the directory holds no adapter_config.json"),
+        ({"m": "bare"}, "bare: the directory holds no adapter_model.safetensors"),
+        ({"m": "dora"}, "dora: adapter_config.json asks for what .* use_dora = True"),
+    ],
+)
+def test_first_adapters(no_weights, checkpoint, tmp_path, adapters, message):
+    fields = json.loads((checkpoint / "a" / "adapter_config.json").read_text())
+    for name, more in (("bare", {}), ("dora", {"use_dora": True})):
+        (tmp_path / name).mkdir()
+        text = json.dumps(fields | more)
+        (tmp_path / name / "adapter_config.json").write_text(text)
+    if isinstance(adapters, dict):
+        for folder in ("a", "b", "c", "d", "model", "bare", "dora"):
+            root = tmp_path if folder in ("bare", "dora") else checkpoint
+            adapters = {
+                name: root / folder if path == folder else path
+                for name, path in adapters.items()
+            }
+    with pytest.raises(ValueError, match=message):
+        pj.LLM(no_weights, adapters, num_slots=2, max_rank=32, progress=False)
+
+
+def test_what_adapters_pass_before_the_weights(no_weights, checkpoint):
+    with pytest.raises(pj.CheckpointError, match="the weights must be in"):
+        pj.LLM(no_weights, {"a": checkpoint / "a"}, num_slots=1, progress=False)
 
 
 def test_not_a_model(checkpoint, tmp_path):
@@ -118,3 +184,20 @@ def test_not_a_model(checkpoint, tmp_path):
     (model / "generation_config.json").write_text('{"do_sample": 1}')
     with pytest.raises(pj.GenerationConfigError, match="do_sample must be true or fal"):
         pj.LLM(model)
+
+
+@pytest.mark.parametrize(
+    ("fields", "folder", "published", "name"),
+    [
+        ({"_name_or_path": "org/base"}, "mine", "org/base", "org/base"),
+        ({"_name_or_path": "/tmp/base"}, "mine", None, "mine"),
+        ({"_name_or_path": "./base"}, "mine", None, "mine"),
+        ({"_name_or_path": ""}, "mine", None, "mine"),
+        ({}, "models--org--base/snapshots/0", "org/base", "org/base"),
+    ],
+)
+def test_what_a_model_is_called(tmp_path, fields, folder, published, name):
+    (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / folder / "config.json").write_text(json.dumps(fields))
+    files = ModelDir(tmp_path / folder)
+    assert (files.published_name, files.model_name) == (published, name)

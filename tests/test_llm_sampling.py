@@ -213,7 +213,7 @@ def test_stop_strings_cut_the_text(says):
     row, pieces = says(stop=["STOP", "three"])
     assert row.text == "one two " and row.stop_reason == "STOP"
     assert row.finish_reason == "stop"
-    assert bytes(row.token_ids).__len__() == len("one two STOP")
+    assert len(row.token_ids) == len("one two STOP")
     assert not any("S" in piece for piece in pieces)
     row, _ = says(stop="STOP", include_stop_str_in_output=True)
     assert row.text == "one two STOP"
@@ -258,6 +258,30 @@ def test_several_completions_of_a_prompt(llm):
         alone = dataclasses.replace(params, n=1, seed=seed)
         assert llm.generate("hello", "a", alone) == [row]
     assert llm.generate("x", None, GREEDY) == [rows[3]]
+
+
+@pytest.mark.parametrize("seed", [np.int32(5), np.uint32(2**32 - 1)])
+def test_seeds_of_numpy(llm, seed):
+    params = pj.SamplingParams(max_new_tokens=3, temperature=2.0, seed=seed, n=2)
+    same = dataclasses.replace(params, seed=int(seed))
+    assert llm.generate("x", None, params) == llm.generate("x", None, same)
+
+
+def test_a_seed_of_none_is_a_fresh_one_each_time(llm):
+    params = pj.SamplingParams(max_new_tokens=8, temperature=100.0, n=3)
+    rows = [*llm.generate("x", None, params), *llm.generate("x", None, params)]
+    assert len({row.token_ids for row in rows}) == len(rows)
+
+
+def test_a_stop_string_in_what_was_held_back_to_the_end(llm):
+    half = llm.tokenizer._tokenizer.token_to_id(
+        "\u00c3"
+    )  # the byte C3, half of "\u00e9"
+    params = pj.SamplingParams(max_new_tokens=1, logit_bias={half: 100.0})
+    [row] = llm.generate("x", None, params)
+    assert (row.text, row.finish_reason) == ("\ufffd", "length")
+    [row] = llm.generate("x", None, dataclasses.replace(params, stop="\ufffd"))
+    assert (row.text, row.finish_reason, row.stop_reason) == ("", "stop", "\ufffd")
 
 
 def test_logprobs_are_the_models_own(llm, checkpoint):

@@ -1,12 +1,15 @@
 """Bytes reckoned before they are taken: they are what is taken, or refused."""
 
 import dataclasses
+import functools
 from types import SimpleNamespace
 
 import jax
 import pytest
+from flax import nnx
 
 import punica_jax as pj
+from punica_jax.batch import Batch, Bucket
 from punica_jax.memory import (
     DeviceMemory,
     MemoryPlan,
@@ -14,7 +17,10 @@ from punica_jax.memory import (
     default_device,
     default_dtype,
 )
+from punica_jax.models import KvCache, Llama, LoraPools
 from punica_jax.sizes import Sizes
+from punica_jax.step import run_step
+from punica_jax.workspace import workspace_bytes
 from tests.tiny_checkpoint import CONFIG
 
 SIZES = Sizes(max_model_len=100, max_seats=4, num_slots=3, max_rank=20, page_size=16)
@@ -59,8 +65,8 @@ def test_limits_of_pages(size):
 
 
 def test_bytes_and_fractions():
-    device = DeviceMemory("gpu (X)", 1_000_000)
-    for limit in (10 * KV_PAGE, 10 * KV_PAGE + KV_PAGE - 1, 10 * KV_PAGE / 1e6):
+    device = DeviceMemory("gpu (X)", 10**8)
+    for limit in (10 * KV_PAGE, 10 * KV_PAGE + KV_PAGE - 1, 10 * KV_PAGE / 1e8):
         limited = plan(device, kv_memory=limit)
         assert limited.sizes.num_kv_pages == 10
         assert limited.kv_bytes == 10 * KV_PAGE
@@ -121,24 +127,97 @@ def test_no_such_weights(dtype):
     )
 
 
+def test_what_is_left_goes_to_adapters_and_cache():
+    wanted = plan()
+    exact = plan(DeviceMemory("gpu (X)", wanted.total_bytes + 10, 10))
+    assert exact.kv_bytes == wanted.kv_bytes
+    # What the cache leaves is the adapters'.
+    less = plan(DeviceMemory("gpu (X)", wanted.total_bytes - 1))
+    assert less.kv_bytes == wanted.kv_bytes
+    assert less.sizes.num_rank_pages == wanted.sizes.num_rank_pages - 1
+    # At least a half of the room is theirs.
+    room = 200_000
+    total = wanted.total_bytes - wanted.kv_bytes - wanted.adapter_bytes + room
+    few = plan(DeviceMemory("gpu (X)", total))
+    assert SIZES.pages_per_adapter <= few.sizes.num_rank_pages < SIZES.num_rank_pages
+    assert SIZES.pages_per_seq <= few.sizes.num_kv_pages < SIZES.num_kv_pages
+    assert total - KV_PAGE < few.total_bytes <= total
+    # A limit that is given is kept, and the other gets the rest.
+    device = DeviceMemory("gpu (X)", wanted.total_bytes - 20 * KV_PAGE)
+    given = plan(device, kv_memory=8 * KV_PAGE)
+    assert given.kv_bytes == 8 * KV_PAGE
+    assert given.adapter_bytes == wanted.adapter_bytes
+    given = plan(device, adapter_memory=wanted.adapter_bytes)
+    assert given.kv_bytes == 8 * KV_PAGE
+
+
 def test_more_than_the_device_has():
-    needed = plan().total_bytes
-    plan(DeviceMemory("gpu (X)", needed + 10, 10))
+    smallest = dataclasses.replace(SIZES, max_kv_pages=7, max_rank_pages=2)
+    least = plan(sizes=smallest).total_bytes
+    plan(DeviceMemory("gpu (X)", least + 10, 10))
     with pytest.raises(ValueError) as caught:
-        plan(DeviceMemory("gpu (X)", needed + 9, 10))
+        plan(DeviceMemory("gpu (X)", least + 9, 10))
     lines = str(caught.value).splitlines()
     assert lines[0] == "the model does not fit into the device's memory:"
     assert [line.split(maxsplit=2)[2] for line in lines[1:-1]] == [
         "weights",
-        "KV cache: 28 pages of 16 tokens, for max_seats = 4 of max_model_len = 100",
-        "adapters: 8 rank pages, for num_slots = 3 and one more of max_rank = 20",
+        "KV cache: 7 pages of 16 tokens (7 for one sequence of max_model_len = 100)",
+        "adapters: 2 rank pages (2 for one of max_rank = 20)",
         "what seats keep for sampling",
+        "what a step takes at most",
         "in use already",
         "together",
         "that gpu (X) has",
     ]
-    assert lines[2].startswith("     112 KiB  KV cache")
-    assert lines[-1].startswith("Lower max_seats, max_model_len or kv_memory")
+    assert lines[2].startswith("   28.00 KiB  KV cache")
+    assert lines[-1].startswith("Lower max_model_len, max_seats or kv_memory")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "changed",
+    [{}, {"intermediate_size": 3072}, {"num_kv_heads": 8}, {"vocab_size": 2**16}],
+)
+def test_a_step_takes_no_more_than_its_bound(changed, dtype):
+    config = pj.LlamaConfig(
+        **{
+            "vocab_size": 4096,
+            "hidden_size": 512,
+            "intermediate_size": 1536,
+            "num_layers": 2,
+            "num_heads": 8,
+            "num_kv_heads": 4,
+            "head_dim": 64,
+            **changed,
+        }
+    )
+    sizes = Sizes(
+        max_model_len=2048, max_seats=32, num_slots=32, max_rank=64, page_size=64
+    )
+    model = nnx.eval_shape(lambda: Llama(config, dtype=dtype, rngs=nnx.Rngs(0)))
+    cache = jax.eval_shape(
+        lambda: KvCache.zeros(config, sizes.num_kv_pages, sizes.page_size, dtype)
+    )
+    pools = jax.eval_shape(
+        lambda: LoraPools.zeros(
+            config,
+            num_slots=sizes.num_slots,
+            num_pages=sizes.num_rank_pages,
+            max_rank=sizes.max_rank,
+            dtype=dtype,
+        )
+    )
+    bound = workspace_bytes(config, sizes, dtype, "xla")
+    for bucket in (Bucket(sizes.max_rows, 32, sizes.max_rows), Bucket(32, 32, 1)):
+        batch = Batch.of([], bucket, sizes.pages_per_seq)
+        step = jax.jit(
+            functools.partial(run_step, implementation="xla"), donate_argnums=1
+        )
+        compiled = step.lower(model, cache, pools, batch).compile()
+        taken = compiled.memory_analysis().temp_size_in_bytes
+        assert taken <= bound, (bucket.name, taken, bound)
+    assert bound < 8 * taken
 
 
 def test_refused_before_weights_are_read(checkpoint, tmp_path, monkeypatch):

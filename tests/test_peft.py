@@ -14,6 +14,7 @@ from safetensors import safe_open
 from punica_jax.models._peft import (
     AdapterError,
     read_adapter,
+    read_rank,
     save_adapter,
 )
 from tests.adapter_cases import (
@@ -255,6 +256,21 @@ def test_weights_that_are_not_finite_are_read(tmp_path):
 def test_what_overflows_the_dtype_becomes_infinite(tmp_path):
     adapter = read(write_peft(tmp_path, lora_alpha=1e9), dtype=np.float16)
     assert np.isinf(adapter.page("qkv", 0)[1]).any()
+
+
+def test_the_rank_before_the_weights(tmp_path):
+    patterns = {"rank_pattern": {"layers.1.self_attn.v_proj": 12, "o_proj": 99}}
+    path = write_peft(tmp_path / "a", **patterns)  # o has no LoRA
+    (path / "adapter_model.safetensors").write_bytes(b"not read")
+    assert read_rank(path, CONFIG) == 12
+    assert read_rank(write_peft(tmp_path / "b"), CONFIG) == 4
+    assert read_rank(write_peft(tmp_path / "c", target_modules=[]), CONFIG) == 0
+    (path / "adapter_model.safetensors").unlink()
+    with pytest.raises(AdapterError, match=f"^adapter {path}: the directory holds no"):
+        read_rank(path, CONFIG)
+    (path / "adapter_config.json").write_text("[" * 10**6)
+    with pytest.raises(AdapterError, match=r"config.json is not readable JSON"):
+        read_rank(path, CONFIG)
 
 
 # --- base names -----------------------------------------------------------------------

@@ -236,3 +236,10 @@ def test_host_files_import_no_jax(name):
     roots = {module.split(".")[0] for module in imported}
     assert not roots & {"jax", "jaxlib", "flax", "jaxtyping"}
     assert not {module for module in imported if module.startswith("punica_jax.models")}
+
+
+def test_arrays_of_numpy_are_no_stops():
+    with pytest.raises(ValueError, match="stop must be a text or a sequence of texts"):
+        SamplingParams(stop=np.array(["a", "b"]))
+    with pytest.raises(ValueError, match="stop_token_ids must be a sequence"):
+        SamplingParams(stop_token_ids=np.array([1, 2]))

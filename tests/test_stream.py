@@ -92,13 +92,72 @@ def test_calls_during_a_stream_are_refused(llm, checkpoint, together):
     }
     for _ in range(2):
         for name, call in calls.items():
-            with pytest.raises(RuntimeError, match=f"{name} was called while another"):
+            with pytest.raises(RuntimeError) as caught:
                 call()
+            assert str(caught.value) == (
+                f"{name} was called while another call of this LLM is running; an LLM "
+                "takes one call at a time, callbacks and open streams included; finish "
+                "or close() an open stream first"
+            )
         next(stream)
     ends = {p.index: p.completion for p in stream if p.completion}
     assert [ends[index] for index in range(len(PROMPTS))] == together
     # It has ended, so it holds nothing.
     assert llm.generate(PROMPTS, ADAPTERS, GREEDY) == together
+
+
+def test_the_last_piece_leaves_the_llm_free(llm, together):
+    stream = llm.stream(PROMPTS[:2], ADAPTERS[:2], GREEDY)
+    ends = []
+    while len(ends) < 2:
+        piece = next(stream)
+        ends += [piece] if piece.completion else []
+    # The loop is not over: the stream is neither exhausted nor closed.
+    assert llm.generate(PROMPTS, ADAPTERS, GREEDY) == together
+    assert list(stream) == []
+    assert {piece.index: piece.completion for piece in ends} == {
+        0: together[0],
+        1: together[1],
+    }
+
+
+def test_closing(llm, together):
+    stream = llm.stream(PROMPTS, ADAPTERS, GREEDY)
+    next(stream)
+    for _ in range(2):
+        stream.close()
+        assert list(stream) == []
+    other = llm.stream(PROMPTS, ADAPTERS, GREEDY)
+    stream.close()  # not this one
+    with pytest.raises(RuntimeError, match="generate was called while another call"):
+        llm.generate("x")
+    assert sum(piece.completion is not None for piece in other) == len(PROMPTS)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("call", ["generate", "stream"])
+def test_a_step_that_fails_harms_nobody_later(llm, together, monkeypatch, call, error):
+    step = llm._runner.step
+    steps = iter(range(3))
+
+    def fail(*args):
+        if next(steps, None) is None:
+            raise error("in the middle")
+        return step(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm._runner, "step", fail)
+        with pytest.raises(error, match="in the middle"):
+            list(getattr(llm, call)(PROMPTS, ADAPTERS, GREEDY))
+    assert not llm._engine.busy
+    assert llm.generate(PROMPTS, ADAPTERS, GREEDY) == together
+
+
+def test_streamed_chat(llm):
+    message = {"role": "user", "content": "hello"}
+    prompts = llm.encode_chat([message], template="<s>{{ messages[0].content }}")
+    text = "".join(piece.text for piece in llm.stream(prompts, "a", GREEDY))
+    assert text == llm.generate("hello", "a", GREEDY)[0].text
 
 
 def test_prompts_of_every_kind(llm, together):
@@ -136,6 +195,14 @@ class TestProgress:
         shown = bar.getvalue()
         assert "answering" in shown and re.search(r"0/3", shown)
         assert re.search(r"3/3", shown)
+
+    def test_nothing_is_counted_where_nothing_is_shown(self, llm):
+        class Uncounted(list):
+            def __iter__(self):
+                raise AssertionError("counted")
+
+        with progress.answering(Uncounted([None, None]), False) as show:
+            show()
 
     @pytest.mark.parametrize(
         ("prompts", "options", "shown"),

@@ -222,7 +222,8 @@ def _lora_forward(implementation, y, x, pool, segments):
 
 def _lora_backward(implementation, saved, dy):
     # dv = dy B is a shrink by B^T, dx = w dv A an expand by A^T.
-    x, pool, segments = saved
+    # Constants may have become NumPy's, which a traced index cannot look into.
+    x, pool, segments = jax.tree.map(jnp.asarray, saved)
     outer = (
         reference.segment_outer
         if implementation == "xla"

@@ -1,5 +1,6 @@
 """LoRA products with what follows them, against the same steps one by one."""
 
+import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -257,6 +258,27 @@ def test_the_gradient_is_that_of_the_steps(implementation):
     for ours, plain in zip(gradients(implementation), gradients("xla"), strict=True):
         assert np.abs(plain).max() > 0
         np.testing.assert_allclose(ours, plain, rtol=1e-4, atol=1e-5)
+
+
+def test_tables_of_numpy_have_gradients():
+    case = gated_case("float32")
+    segments = segments_of(case, some_slots(case), "xla")
+    tables = {
+        name: np.asarray(getattr(case.pool, name))
+        for name in ("page_table", "num_pages")
+    }
+
+    @jax.jit
+    def gradient(a, tables):
+        def loss(a):
+            pool = dataclasses.replace(case.pool, a=a, **tables)
+            x, y = jnp.asarray(case.x), jnp.asarray(case.y)
+            return lora_gated(y, x, pool, segments, implementation="xla").sum()
+
+        return jax.grad(loss)(a)
+
+    constant = jax.jit(lambda a: gradient.__wrapped__(a, tables))(case.pool.a)
+    np.testing.assert_array_equal(constant, gradient(case.pool.a, tables))
 
 
 def test_operands_that_do_not_fit():

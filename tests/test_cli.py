@@ -335,6 +335,7 @@ class TestRealModel:
     has them.
     """
 
+    @pytest.mark.slow
     def test_demo_run(self, checkpoint, monkeypatch):
         monkeypatch.setattr(demo, "MAX_NEW_TOKENS", 1)
         names = ["a", "b", None]

@@ -74,6 +74,7 @@ def test_methods_compute_the_same_step(bench, method):
 ADAPTERS = {}
 
 
+@pytest.mark.slow
 def test_records_say_what_a_step_costs(bench):
     cases = [Case(rows=ROWS, contexts=(48, 52), popularity="identical")]
     bare, ours = decode.run_cases(

@@ -163,6 +163,7 @@ def test_one_call_at_a_time(llm, checkpoint, together):
     assert refused == calls.keys() and sorted(llm.adapters) == ["a", "b", "c"]
 
 
+@pytest.mark.slow
 def test_warm_up_compiles_everything(llm, together, monkeypatch, compiles):
     monkeypatch.setattr(llm._engine, "_buckets", Buckets(max_seqs=4, max_rows=8))
     llm.warm_up()
@@ -374,6 +375,7 @@ def test_bad_sizes(checkpoint, options, message):
         pj.LLM(checkpoint / "model", progress=False, **options)
 
 
+@pytest.mark.slow
 def test_half_precision_and_no_prompts(checkpoint):
     llm = pj.LLM(
         checkpoint / "model",

@@ -80,7 +80,10 @@ def test_gradients_against_dense(implementation):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    "implementation",
+    ["xla", pytest.param("pallas_interpret", marks=pytest.mark.grid), GPU],
+)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_gradients_in_half_precision(dtype, implementation):
     slots, arrays, direction = gradient_inputs()

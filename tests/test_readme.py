@@ -46,6 +46,7 @@ def test_first_example_runs(checkpoint, capsys):
     assert "KV cache" in out and "legal: slot 1" in out  # what is resident
 
 
+@pytest.mark.slow
 def test_second_example_runs(checkpoint):
     example = EXAMPLES[1]
     example = example.replace("path/to/hf_model_dir", str(checkpoint / "model"))

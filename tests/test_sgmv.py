@@ -16,6 +16,7 @@ from tests.sgmv_cases import TOLERANCE, make_case, slots_of
 
 GPU = pytest.param("pallas_triton", marks=pytest.mark.gpu)
 IMPLEMENTATIONS = ["xla", "pallas_interpret", GPU]
+INTERPRET_GRID = pytest.param("pallas_interpret", marks=pytest.mark.grid)
 
 
 @functools.partial(jax.jit, static_argnames=("implementation", "block_rows"))
@@ -123,7 +124,7 @@ def test_pages_that_do_not_fill_a_load(ranks, implementation):
     assert_near(actual, case.expected(slots), "bfloat16")
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", ["xla", INTERPRET_GRID, GPU])
 def test_row_is_bitwise_the_same_alone_and_among_others(implementation):
     for dtype in ("float32", "bfloat16"):
         case = make_case(rows=48, ranks=MIXED_RANKS, dtype=dtype, d_in=264)

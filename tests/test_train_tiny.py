@@ -230,6 +230,7 @@ def test_every_adapter_is_described():
 
 
 @pytest.mark.usefixtures("optax_promotes", "quick_compiles")
+@pytest.mark.slow
 def test_script_runs(tmp_path, capsys):
     out = tmp_path / "tiny_llama"
     train_tiny.main([str(out), "--smoke", "--implementation", "xla"])

@@ -39,9 +39,15 @@ def workspace_bytes(
     num_tiles = slots + (sizes.max_rows - slots) // _TILE_ROWS
     pages = sum(len(d_outs) * d_in + sum(d_outs) for _, d_in, d_outs in groups)
     ranks = num_tiles * sizes.pages_per_adapter * RANK_PAGE
-    gathered = 2 * ranks * pages * jnp.dtype(dtype).itemsize
+    itemsize = jnp.dtype(dtype).itemsize
+    # Once as they are, and once selected; XLA may widen that to float32.
+    gathered = ranks * pages * (itemsize + 4)
+    cached = sizes.num_kv_pages * sizes.page_size
+    cached *= config.num_kv_heads * config.head_dim
+    # One layer's keys and values, which it may widen before they are gathered.
+    widened = 2 * 4 * cached if itemsize < 4 else 0
     tokens = sizes.max_seats * sizes.pages_per_seq * sizes.page_size
     # Keys, values, and each once more with what is no token taken out; and scores.
     attended = 4 * tokens * (4 * config.num_kv_heads * config.head_dim)
     attended += 4 * tokens * 3 * config.num_heads
-    return activations + logits + max(gathered, attended)
+    return activations + logits + widened + max(gathered, attended)

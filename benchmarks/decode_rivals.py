@@ -18,8 +18,7 @@ from jax import Array
 from benchmarks.sgmv_rivals import launch_loop, launch_ragged_dot
 from punica_jax.bench import gather_lora
 from punica_jax.models import MODULE_GROUPS, DecoderLayer, Llama, LoraPools
-from punica_jax.models._layers import rotate
-from punica_jax.pallas_kernels import RANK_PAGE, LoraPool
+from punica_jax.pallas_kernels import RANK_PAGE, LoraPool, reference
 
 
 @jax.tree_util.register_dataclass
@@ -67,11 +66,11 @@ class AnyLayer(nnx.Module):
         rows = x.shape[0]
         qkv = layer.qkv.split(linear("qkv", layer.input_norm(x)))
         q, k, v = (part.reshape(rows, -1, layer.head_dim) for part in qkv)
-        attended = attend(index, rotate(q, rotary), rotate(k, rotary), v)
+        q, k = reference.rotate(q, rotary), reference.rotate(k, rotary)
+        attended = attend(index, q, k, v)
         x = x + linear("o", attended.reshape(rows, -1))
-        gate, up = layer.gate_up.split(linear("gate_up", layer.mlp_norm(x)))
-        gate = jax.nn.silu(gate.astype(jnp.float32)).astype(up.dtype)
-        return x + linear("down", gate * up)
+        gated = reference.gated(linear("gate_up", layer.mlp_norm(x)))
+        return x + linear("down", gated)
 
 
 def adapt(model: Llama) -> None:

@@ -4,9 +4,9 @@ Knows nothing of the files it came from, of the device, or of slots.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -125,6 +125,24 @@ class Adapter:
     def num_pages(self, group: str) -> int:
         """Return the rank pages that the group needs, 0 if it has no LoRA at all."""
         return int(self._counts[group].max())
+
+    def page_writes(
+        self, pages: Mapping[str, Sequence[int]]
+    ) -> Iterator[dict[str, Any]]:
+        """Yield the arguments of `write_page` beside the pools, one page after another.
+
+        Args:
+          pages: module group -> the pages that are the adapter's, in rank order.
+        """
+        for group, numbers in pages.items():
+            for index, page in enumerate(numbers):
+                a_page, b_page = self.page(group, index)
+                yield {
+                    "group": group,
+                    "page": np.int32(page),
+                    "a_page": a_page,
+                    "b_page": b_page,
+                }
 
     def page(self, group: str, index: int) -> tuple[np.ndarray, np.ndarray]:
         """Cut out ranks `16 index` to `16 index + 15` of one group, in every layer.

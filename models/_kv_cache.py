@@ -15,6 +15,7 @@ from jaxtyping import Float, Int32
 
 from punica_jax.models._config import LlamaConfig
 from punica_jax.pallas_kernels import paged_attention
+from punica_jax.pallas_kernels.reference import store_rows
 
 
 @jax.tree_util.register_dataclass
@@ -164,8 +165,10 @@ class CachedAttention:
         v: Float[Array, "rows kv_heads head_dim"],
     ) -> Float[Array, "rows heads head_dim"]:
         """Store the rows' keys and values, then attend to all of their sequences'."""
-        self._k[layer_index] = self._store(self._k[layer_index], k)
-        self._v[layer_index] = self._store(self._v[layer_index], v)
+        for pages, rows in ((self._k, k), (self._v, v)):
+            pages[layer_index] = store_rows(
+                pages[layer_index], rows, self._page, self._offset
+            )
         return paged_attention(
             q,
             self._k[layer_index],
@@ -175,9 +178,4 @@ class CachedAttention:
             self._table.kv_lens,
             max_query_len=self._max_query_len,
             implementation=self._implementation,
-        )
-
-    def _store(self, pages: Array, rows: Array) -> Array:
-        return pages.at[self._page, :, self._offset].set(
-            rows.astype(pages.dtype), mode="drop", unique_indices=True
         )

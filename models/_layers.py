@@ -87,21 +87,6 @@ def rotary_tables(
     return cos.astype(dtype), sin.astype(dtype)
 
 
-def rotate(
-    x: Float[Array, "rows heads head_dim"],
-    tables: tuple[Float[Array, "rows rotary_dim"], Float[Array, "rows rotary_dim"]],
-) -> Float[Array, "rows heads head_dim"]:
-    """Turn each pair of lanes `(i, i + rotary_dim / 2)` by its row's angle.
-
-    Lanes from `rotary_dim` on, where the tables are narrower than a head, stay.
-    """
-    cos, sin = (table[:, None, :] for table in tables)
-    turned, kept = jnp.split(x, [cos.shape[-1]], axis=-1)
-    low, high = jnp.split(turned, 2, axis=-1)
-    turned = turned * cos + jnp.concatenate([-high, low], axis=-1) * sin
-    return jnp.concatenate([turned, kept], axis=-1) if kept.size else turned
-
-
 class LoraLinear(nnx.Module):
     """A linear layer, or several that share their input, with a LoRA for each row.
 

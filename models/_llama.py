@@ -6,7 +6,6 @@ row sees the others is the `attend` function's business.
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
@@ -20,11 +19,10 @@ from punica_jax.models._layers import (
     matmul_rows,
     normal_weight,
     rotary_tables,
-    rotate,
 )
 from punica_jax.models._lora import LayerPools, LoraPools
 from punica_jax.models._rope import inverse_frequencies
-from punica_jax.pallas_kernels import Segments
+from punica_jax.pallas_kernels import Segments, reference
 
 
 class DecoderLayer(nnx.Module):
@@ -77,11 +75,11 @@ class DecoderLayer(nnx.Module):
         q, k, v = (part.reshape(rows, -1, self.head_dim) for part in qkv)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        attended = attend(index, rotate(q, rotary), rotate(k, rotary), v)
+        q, k = reference.rotate(q, rotary), reference.rotate(k, rotary)
+        attended = attend(index, q, k, v)
         x = x + linear("o", attended.reshape(rows, -1))
-        gate, up = self.gate_up.split(linear("gate_up", self.mlp_norm(x)))
-        gate = jax.nn.silu(gate.astype(jnp.float32)).astype(up.dtype)
-        return x + linear("down", gate * up)
+        gated = reference.gated(linear("gate_up", self.mlp_norm(x)))
+        return x + linear("down", gated)
 
 
 class Llama(nnx.Module):

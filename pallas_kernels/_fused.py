@@ -24,7 +24,7 @@ from punica_jax.pallas_kernels._page_tiles import (
 )
 from punica_jax.pallas_kernels._pool import RANK_PAGE, LoraPool
 from punica_jax.pallas_kernels._segments import Segments
-from punica_jax.pallas_kernels._sgmv import page_product
+from punica_jax.pallas_kernels._sgmv import launch_tables, page_product
 
 # Rows of a tile where no adapters cut them.
 _BASE_ROWS = 16
@@ -62,17 +62,7 @@ class Shrunk:
         segments, pool = self.segments, self.pool
         assert segments.num_passes == 1, segments.num_passes
         weights = () if segments.weights is None else (segments.weights,)
-        return (
-            self.v,
-            pool.b,
-            pool.page_table,
-            pool.num_pages,
-            segments.rows,
-            segments.tile_slot,
-            segments.tile_first,
-            segments.tile_end,
-            *weights,
-        )
+        return self.v, pool.b, *launch_tables(pool, segments), *weights
 
 
 class _Tile:

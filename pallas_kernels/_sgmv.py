@@ -34,6 +34,18 @@ from punica_jax.pallas_kernels._sgmv_config import (
 )
 
 
+def launch_tables(pool: LoraPool, segments: Segments) -> tuple[Array, ...]:
+    """Return where every launch looks up its pages and rows, in the kernels' order."""
+    return (
+        pool.page_table,
+        pool.num_pages,
+        segments.rows,
+        segments.tile_slot,
+        segments.tile_first,
+        segments.tile_end,
+    )
+
+
 def shrink(
     x: Array,
     pool: LoraPool,
@@ -73,12 +85,7 @@ def shrink(
     )(
         x,
         pool.a,
-        pool.page_table,
-        pool.num_pages,
-        segments.rows,
-        segments.tile_slot,
-        segments.tile_first,
-        segments.tile_end,
+        *launch_tables(pool, segments),
     )
 
 
@@ -195,12 +202,7 @@ def expand(
             y,
             v,
             pool.b,
-            pool.page_table,
-            pool.num_pages,
-            segments.rows,
-            segments.tile_slot,
-            segments.tile_first,
-            segments.tile_end,
+            *launch_tables(pool, segments),
             *options.values(),
         )
     return y

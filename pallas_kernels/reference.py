@@ -18,9 +18,11 @@ __all__ = [
     "gated",
     "paged_attention",
     "rotary",
+    "rotate",
     "segment_metadata",
     "segment_outer",
     "shrink",
+    "store_rows",
 ]
 
 
@@ -157,22 +159,39 @@ def rotary(
     Returns:
       q, rotated, and the pages with each row's k and v at `[page, :, offset]`.
     """
-    cos, sin = (table[:, None, :] for table in tables)
-
-    def rotate(x: Array) -> Array:
-        low, high = jnp.split(x, 2, axis=-1)
-        return x * cos + jnp.concatenate([-high, low], axis=-1) * sin
-
-    def store(pages: Array, rows: Array) -> Array:
-        return pages.at[page, :, offset].set(
-            rows.astype(pages.dtype), mode="drop", unique_indices=True
-        )
-
     kv_heads, head_dim = k_pages.shape[1], k_pages.shape[3]
     x = y.reshape(y.shape[0], -1, head_dim)
     heads = x.shape[1] - 2 * kv_heads
     q, k, v = jnp.split(x, [heads, heads + kv_heads], axis=1)
-    return rotate(q), store(k_pages, rotate(k)), store(v_pages, v)
+    k_pages = store_rows(k_pages, rotate(k, tables), page, offset)
+    return rotate(q, tables), k_pages, store_rows(v_pages, v, page, offset)
+
+
+def rotate(
+    x: Float[Array, "rows heads head_dim"],
+    tables: tuple[Float[Array, "rows rotary_dim"], Float[Array, "rows rotary_dim"]],
+) -> Float[Array, "rows heads head_dim"]:
+    """Turn each pair of lanes `(i, i + rotary_dim / 2)` by its row's angle.
+
+    Lanes from `rotary_dim` on, where the tables are narrower than a head, stay.
+    """
+    cos, sin = (table[:, None, :] for table in tables)
+    turned, kept = jnp.split(x, [cos.shape[-1]], axis=-1)
+    low, high = jnp.split(turned, 2, axis=-1)
+    turned = turned * cos + jnp.concatenate([-high, low], axis=-1) * sin
+    return jnp.concatenate([turned, kept], axis=-1) if kept.size else turned
+
+
+def store_rows(
+    pages: Float[Array, "pages kv_heads page_size head_dim"],
+    rows: Float[Array, "rows kv_heads head_dim"],
+    page: Int32[Array, "rows"],
+    offset: Int32[Array, "rows"],
+) -> Float[Array, "pages kv_heads page_size head_dim"]:
+    """Write rows to `[page, :, offset]`, each its own; drop those past the end."""
+    return pages.at[page, :, offset].set(
+        rows.astype(pages.dtype), mode="drop", unique_indices=True
+    )
 
 
 def segment_outer(

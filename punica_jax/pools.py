@@ -60,20 +60,13 @@ def load_adapters(model: Llama, paths: Sequence[str | Path]) -> LoraPools:
             first = used[group]
             used[group] += adapter.num_pages(group)
             pages[group] = range(first, used[group])
-            for index, page in enumerate(pages[group]):
-                a_page, b_page = adapter.page(group, index)
-                pools, finite = write(
-                    pools,
-                    group=group,
-                    page=jnp.int32(page),
-                    a_page=a_page,
-                    b_page=b_page,
+        for arguments in adapter.page_writes(pages):
+            pools, finite = write(pools, **arguments)
+            if not finite:
+                raise AdapterError(
+                    f"adapter {path} has weights that are NaN or infinite; all must "
+                    "be finite"
                 )
-                if not finite:
-                    raise AdapterError(
-                        f"adapter {path} has weights that are NaN or infinite; all "
-                        "must be finite"
-                    )
         counts = {group: adapter.counts(group) for group in MODULE_GROUPS}
         pools = show(pools, jnp.int32(slot), slot_tables(pools, pages, counts))
     return pools

@@ -216,17 +216,9 @@ class Runner:
           Whether all its values are finite, as the device found them.
         """
         flags = []
-        for group, numbers in pages.items():
-            for index, page in enumerate(numbers):
-                a_page, b_page = adapter.page(group, index)
-                self._pools, finite = self._write_page(
-                    self._pools,
-                    group=group,
-                    page=np.int32(page),
-                    a_page=a_page,
-                    b_page=b_page,
-                )
-                flags.append(finite)
+        for arguments in adapter.page_writes(pages):
+            self._pools, finite = self._write_page(self._pools, **arguments)
+            flags.append(finite)
         return all(bool(flag) for flag in flags)
 
     def show_adapter(

@@ -79,16 +79,14 @@ def load_pools(model: Llama, folder: Path, names: list[str]) -> LoraPools:
         model.config, num_slots=8, num_pages=12, max_rank=MAX_RANK, dtype=jnp.float32
     )
     free = {group: list(range(12))[::-1] for group in MODULE_GROUPS}
-    write = jax.jit(write_page, static_argnums=1)
+    write = jax.jit(write_page, static_argnames="group")
     for slot, adapter in enumerate(adapters):
         pages = {}
         for group in MODULE_GROUPS:
             pages[group] = [free[group].pop() for _ in range(adapter.num_pages(group))]
-            for index, page in enumerate(pages[group]):
-                pools, finite = write(
-                    pools, group, np.int32(page), *adapter.page(group, index)
-                )
-                assert finite
+        for arguments in adapter.page_writes(pages):
+            pools, finite = write(pools, **arguments)
+            assert finite
         counts = {group: adapter.counts(group) for group in MODULE_GROUPS}
         tables = slot_tables(pools, pages, counts)
         pools = set_slot(pools, jnp.int32(slot), jax.tree.map(jnp.asarray, tables))

@@ -20,8 +20,9 @@ from punica_jax.models import (
     SeqTable,
     dense_causal_attention,
 )
-from punica_jax.models._layers import INIT_STDDEV, rotary_tables, rotate
+from punica_jax.models._layers import INIT_STDDEV, rotary_tables
 from punica_jax.pallas_kernels import pack_adapters, segment_metadata
+from punica_jax.pallas_kernels.reference import rotate
 
 CONFIG = LlamaConfig(
     vocab_size=48,

@@ -42,10 +42,9 @@ def place(pools, slot, adapter, pages):
     owned = {}
     for group in MODULE_GROUPS:
         owned[group] = pages[: adapter.num_pages(group)]
-        for index, page in enumerate(owned[group]):
-            arrays = map(jnp.asarray, adapter.page(group, index))
-            pools, finite = write_page(pools, group, jnp.int32(page), *arrays)
-            assert finite
+    for arguments in adapter.page_writes(owned):
+        pools, finite = write_page(pools, **arguments)
+        assert finite
     counts = {group: adapter.counts(group) for group in MODULE_GROUPS}
     tables = slot_tables(pools, owned, counts)
     return set_slot(pools, jnp.int32(slot), jax.tree.map(jnp.asarray, tables))

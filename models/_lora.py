@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.typing import ArrayLike
 from jaxtyping import Bool, Float, Int
 
 from punica_jax.models._config import MODULE_GROUPS, LlamaConfig
@@ -208,9 +209,9 @@ def slot_tables(
 def write_page(
     pools: LoraPools,
     group: str,
-    page: Int[Array, ""],
-    a_page: Float[Array, "layers C lanes d_in"],
-    b_page: Float[Array, "layers lanes d_out_total"],
+    page: Int[ArrayLike, ""],
+    a_page: Float[Array | np.ndarray, "layers C lanes d_in"],
+    b_page: Float[Array | np.ndarray, "layers lanes d_out_total"],
 ) -> tuple[LoraPools, Bool[Array, ""]]:
     """Write one rank page of one module group, in every layer.
 
@@ -243,7 +244,9 @@ def write_page(
 
 
 def set_slot(
-    pools: LoraPools, slot: Int[Array, ""], tables: Mapping[str, tuple[Array, Array]]
+    pools: LoraPools,
+    slot: Int[ArrayLike, ""],
+    tables: Mapping[str, tuple[Array | np.ndarray, Array | np.ndarray]],
 ) -> LoraPools:
     """Point a slot at its pages, in every group at once; counts of 0 unload it.
 

@@ -42,7 +42,7 @@ def main(words: Sequence[str] | None = None) -> None:
     launches, totals = [], []
     for _ in range(args.repeats):
         start = time.perf_counter()
-        launched = runner.launch(batch)
+        launched = runner.forward(batch)
         launches.append(time.perf_counter() - start)
         launched.likely.block_until_ready()
         totals.append(time.perf_counter() - start)

@@ -78,17 +78,24 @@ def llm_case(rows: int, vocab: int) -> Case:
     prompt = list(range(min(512, vocab)))
     for seat in range(rows):
         row = SeatRow.of(
-            PARAMS, seed=seat, prompt=prompt, stop_ids=(2,), vocab_size=vocab
+            PARAMS,
+            seed=seat,
+            prompt=prompt,
+            stop_ids=(2,),
+            vocab_size=vocab,
+            max_len=2048,
         )
         state = write(*state, np.int32(seat), row)
     seats, counts = state
     order = jnp.asarray(np.random.default_rng(0).permutation(rows), jnp.int32)
 
     def launch(carry, logits, seats, order):
-        tokens, counts = carry
-        return draw(seats, counts, logits, tokens, jnp.stack([order, tokens]))
+        tokens, counts, newest = carry
+        rows = jnp.stack([order, tokens])
+        return draw(seats, counts, newest, logits, tokens, rows)
 
-    return Case((jnp.zeros(rows, jnp.int32), counts), (seats, order), launch)
+    tokens, newest = jnp.zeros((2, rows), jnp.int32)
+    return Case((tokens, counts, newest), (seats, order), launch)
 
 
 def logprobs_case(rows: int) -> Case:

@@ -140,8 +140,8 @@ def profile(
 
     def run():
         for _ in range(num_steps - 1):
-            runner.launch(batch)
-        return runner.launch(batch)
+            runner.forward(batch)
+        return runner.forward(batch)
 
     run()
     return summarise(record(run), by_operation, num_steps)

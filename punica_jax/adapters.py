@@ -16,7 +16,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from punica_jax.models._peft import AdapterReport
@@ -68,6 +68,23 @@ class LoadedAdapter:
     pages: Mapping[str, tuple[int, ...]]
     report: "AdapterReport"
     version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A loaded adapter, or the base alone, as rows of a sequence need it.
+
+    Attributes:
+      slot: its slot, -1 for the base alone.
+      weights: stands for these weights and never for others.
+      ready: whether rows can use it; a loaded one always is.
+      error: what is wrong with it; nothing is with a loaded one.
+    """
+
+    slot: int
+    weights: int
+    ready: bool = True
+    error: None = None
 
 
 class AdapterTable(Mapping[str, LoadedAdapter]):
@@ -141,6 +158,17 @@ class AdapterTable(Mapping[str, LoadedAdapter]):
           UnknownAdapterError: no loaded adapter has that name.
         """
         return BASE_VERSION if name is None else self[name].version
+
+    def claim(self, name: str | None) -> Held:
+        """Return what a sequence's rows need; whoever unloads sees that nobody runs.
+
+        Raises:
+          UnknownAdapterError: no loaded adapter has that name.
+        """
+        return Held(self.slot_of(name), self.version_of(name))
+
+    def release(self, resident: Any) -> None:
+        """Do nothing: a loaded adapter stays until it is unloaded."""
 
     @property
     def num_free_slots(self) -> int:

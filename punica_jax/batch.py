@@ -145,6 +145,34 @@ class Batch:
         )
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Feed:
+    """Where a step's tokens come from and go to, beside the host.
+
+    The newest token of each seat stays on the device, so that a step can be launched
+    before the one that gives its tokens has been read.
+
+    Attributes:
+      seats: `i32[seqs]`, the seat that keeps each sequence's next token, -1 for none.
+      kept: `i32[seqs]`, 1 where a sequence's last row is the token that its seat keeps.
+    """
+
+    seats: np.ndarray | Array
+    kept: np.ndarray | Array
+
+    @classmethod
+    def of(cls, chunks: Sequence[Chunk], bucket: Bucket) -> "Feed":
+        """Lay out chunks in a bucket that holds them; none feed nothing."""
+        seats = np.full(bucket.seqs, -1, np.int32)
+        kept = np.zeros(bucket.seqs, np.int32)
+        for i, chunk in enumerate(chunks):
+            if chunk.ends:
+                seats[i] = chunk.seat
+            kept[i] = chunk.is_kept
+        return cls(seats, kept)
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
     """What a step is to give beyond the most likely tokens; the default is nothing.
@@ -165,10 +193,10 @@ class Wanted:
     def of(cls, chunks: Sequence[Chunk], bucket: Bucket) -> "Wanted":
         """Collect what the chunks of a batch want."""
         rows = None
-        if any(chunk.seat >= 0 for chunk in chunks):
+        if any(chunk.draws for chunk in chunks):
             rows = np.full((2, bucket.seqs), -1, np.int32)
             for i, chunk in enumerate(chunks):
-                rows[:, i] = chunk.seat, chunk.kv_len
+                rows[:, i] = chunk.seat if chunk.draws else -1, chunk.kv_len
         num_blocks = -(-bucket.rows // BLOCK_ROWS)
         rows_targets = np.zeros((num_blocks, BLOCK_ROWS), np.int32)
         blocks: set[int] = set()

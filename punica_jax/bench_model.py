@@ -213,7 +213,7 @@ class BenchModel:
             for _ in range(passes):
                 for batch in batches:
                     before = time.perf_counter()
-                    tokens = self.runner.launch(batch)
+                    tokens = self.runner.forward(batch)
                     launch_s += time.perf_counter() - before
             jax.block_until_ready(tokens)
             device.append((time.perf_counter() - start) / passes)

@@ -16,10 +16,10 @@ import jax.numpy as jnp
 from punica_jax.adapter_loader import AdapterLoader, adapter_dirs
 from punica_jax.adapters import AdapterTable, LoadedAdapter
 from punica_jax.chat import ChatOptions, ChatTemplate
-from punica_jax.engine import Engine
 from punica_jax.exclusive import Exclusive
 from punica_jax.generation_config import GenerationConfig
 from punica_jax.hub import fetch_weights, local_dir
+from punica_jax.loop import StepLoop
 from punica_jax.memory import DeviceMemory, MemoryPlan, default_device, default_dtype
 from punica_jax.model_dir import ModelDir
 from punica_jax.models import MODULE_GROUPS, LlamaConfig, load_model
@@ -147,7 +147,7 @@ class LLM:
             max_rank=max_rank,
             implementation=implementation,
         )
-        self._engine = Engine(self._runner, sizes)
+        self._loop = StepLoop(self._runner, sizes, self._table)
         self._loader = AdapterLoader(
             self._runner, self._table, config, files.published_name
         )
@@ -176,7 +176,7 @@ class LLM:
     def warm_up(self) -> None:
         """Compile every program that `generate` can need, before the first prompt."""
         with self._exclusive("warm_up"):
-            self._engine.warm_up()
+            self._loop.warm_up()
 
     @property
     def programs(self) -> list[str]:
@@ -253,8 +253,8 @@ class LLM:
             self._running("generate", prompts, adapters, sampling, on_token) as seqs,
             answering(seqs, progress) as show,
         ):
-            while self._engine.busy:
-                self._engine.step()
+            while self._loop.busy:
+                self._loop.step()
                 show()
         return [sequence.completion() for sequence in seqs]
 
@@ -281,7 +281,7 @@ class LLM:
           ValueError, RuntimeError: see `generate`.
         """
         return Stream(
-            self._engine,
+            self._loop,
             functools.partial(self._running, "stream", prompts, adapters, sampling),
         )
 
@@ -341,13 +341,13 @@ class LLM:
             sequences = self._prompts.sequences(
                 prompts, adapters, sampling, on_token, default=self.default_sampling
             )
-            self._engine.add(sequences)
+            self._loop.add(sequences)
             try:
                 yield sequences
             except GeneratorExit:  # a stream is left between two steps
-                self._engine.clear()
+                self._loop.clear()
                 raise
             except BaseException:
-                self._engine.reset()
+                self._loop.reset()
                 raise
-            self._engine.clear()
+            self._loop.clear()

@@ -46,6 +46,11 @@ class KvPages:
         """Pages that can be allocated: the free ones and the kept ones."""
         return len(self._free) + len(self._kept)
 
+    @property
+    def num_uses(self) -> int:
+        """Pages in use, one that n sequences share counted n times."""
+        return sum(self._num_users)
+
     def num_needed(self, num_tokens: int) -> int:
         """Return the pages that hold so many tokens."""
         return -(-num_tokens // self.page_size)
@@ -91,6 +96,24 @@ class KvPages:
         new = [self._take() for _ in range(self.num_needed(num_tokens) - len(shared))]
         return (*shared, *new)
 
+    def can_grow(self, pages: Sequence[int], num_tokens: int) -> bool:
+        """Tell whether `grow` would succeed."""
+        return self.num_needed(num_tokens) - len(pages) <= self.num_free
+
+    def grow(self, pages: Sequence[int], num_tokens: int) -> tuple[int, ...]:
+        """Take what a sequence's pages lack for so many tokens; there must be enough.
+
+        Args:
+          pages: the sequence's, in order.
+          num_tokens: all its tokens.
+
+        Returns:
+          The pages in order, the old ones first.
+        """
+        assert self.can_grow(pages, num_tokens), (num_tokens, self.num_free)
+        num_new = self.num_needed(num_tokens) - len(pages)
+        return (*pages, *(self._take() for _ in range(num_new)))
+
     def publish(
         self, pages: Sequence[int], tokens: Sequence[int], weights: Hashable
     ) -> None:
@@ -112,6 +135,12 @@ class KvPages:
                 known = _Prefix(prefix, key, pages[index])
                 prefix.children[key] = self._prefix_of[pages[index]] = known
             prefix = known
+
+    def forget(self, pages: Sequence[int]) -> None:
+        """Let nobody find a sequence's pages any more: what they hold is bad."""
+        for page in pages:
+            if page in self._prefix_of:
+                self._forget(self._prefix_of[page])
 
     def free(self, pages: Sequence[int]) -> None:
         """Give a sequence's pages back; known prefixes are kept while there is room."""

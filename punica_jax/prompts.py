@@ -7,7 +7,6 @@ import reprlib
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
-from punica_jax.adapters import AdapterTable
 from punica_jax.request import SamplingParams, is_integer
 from punica_jax.sequence import SequenceState
 from punica_jax.tokenizer import Tokenizer
@@ -19,12 +18,12 @@ class Prompts:
     def __init__(
         self,
         tokenizer: Tokenizer,
-        table: AdapterTable,
+        adapters: Mapping[str, Any],
         vocab_size: int,
         max_model_len: int,
     ):
         self._tokenizer = tokenizer
-        self._table = table
+        self._adapters = adapters
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
 
@@ -69,8 +68,8 @@ class Prompts:
             zip(prompts, adapters, sampling, strict=True)
         ):
             tokens = self._encode(prompt_index, prompt)
-            slot = self._table.slot_of(adapter)
-            weights = self._table.version_of(adapter)
+            if adapter is not None:
+                self._adapters[adapter]  # raises what is to be said
             sequences += [
                 SequenceState(
                     index=len(sequences) + sample_index,
@@ -78,8 +77,6 @@ class Prompts:
                     sample_index=sample_index,
                     prompt=list(tokens),
                     adapter=adapter,
-                    slot=slot,
-                    weights=weights,
                     sampling=params,
                     tokenizer=self._tokenizer,
                     max_model_len=self._max_model_len,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Literal, TypeAlias
 
-FinishReason: TypeAlias = Literal["stop", "length"]
+FinishReason: TypeAlias = Literal["stop", "length", "cancelled", "error"]
 
 # Far beyond this every distribution over finite logits is uniform in float32, and
 # temperature * noise could overflow.
@@ -200,6 +200,46 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", tuple(tokens))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """How a request is treated among others.
+
+    Attributes:
+        priority: requests of a higher one are seated first.
+        tenant: on whose account it runs, where a policy keeps accounts.
+        first_token_s: seconds from its arrival in which its first token should come; a
+            target that a policy may order by. None is the policy's own.
+        deadline_s: seconds from its arrival after which nobody wants it any more: it
+            ends with `DeadlineError`. None is never.
+
+    Raises:
+        ValueError: a field breaks its rule.
+    """
+
+    priority: int = 0
+    tenant: str = ""
+    first_token_s: float | None = None
+    deadline_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if not is_integer(self.priority):
+            raise ValueError(f"priority must be an integer, got {self.priority!r}")
+        if not isinstance(self.tenant, str):
+            raise ValueError(f"tenant must be a text, got {self.tenant!r}")
+        for name in ("first_token_s", "deadline_s"):
+            value = getattr(self, name)
+            if value is not None:
+                _check_number(name, value, 0, float("inf"), above=True)
+
+
+class DeadlineError(TimeoutError):
+    """A request's deadline has passed."""
+
+
+class RequestError(RuntimeError):
+    """The model failed a request: its logits are not finite."""
+
+
 def _is_sequence(value: object) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
@@ -252,8 +292,10 @@ class Completion:
         token_ids: the new tokens, in order, all that were generated: after
             finish_reason "stop" the last ones are the stop token or hold the stop
             string.
-        finish_reason: "stop" (a stop token or string came) or "length"
-            (max_new_tokens or the end of the context was reached).
+        finish_reason: "stop" (a stop token or string came), "length" (max_new_tokens
+            or the end of the context was reached), "cancelled" (by the caller) or
+            "error" (nothing of others is lost by it).
+        error: what went wrong, where something did.
         stop_reason: the string or the token of the request that ended it; None where
             a stop token of the model did, or nothing.
         adapter: the adapter's name, None for the base model.
@@ -269,6 +311,7 @@ class Completion:
     text: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
+    error: str | None = None
     stop_reason: str | int | None = None
     adapter: str | None
     prompt_token_ids: tuple[int, ...]

@@ -4,6 +4,7 @@ Knows batches, pages and slots as numbers. Knows nothing of requests, text, name
 adapters, or which pages and slots are free.
 """
 
+import dataclasses
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from punica_jax.batch import BLOCK_ROWS, Batch, Bucket, Wanted
+from punica_jax.batch import BLOCK_ROWS, Batch, Bucket, Feed, Wanted
 from punica_jax.logprobs import Logprobs, token_logprobs
 from punica_jax.models import (
     MODULE_GROUPS,
@@ -28,18 +29,30 @@ from punica_jax.models import (
 from punica_jax.packing import pack, unpack
 from punica_jax.pallas_kernels import resolve
 from punica_jax.request import SamplingParams
-from punica_jax.seats import SeatRow, Seats, draw, write_seat
+from punica_jax.seats import (
+    SeatRow,
+    Seats,
+    draw,
+    fed_tokens,
+    keep_tokens,
+    write_seat,
+)
 from punica_jax.step import run_step
 
 # Lets the shrink run beside the base product: 8 % of a 7B step on an H200.
 _GPU_OPTIONS = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
 
 
-class Launched(NamedTuple):
-    """A step on its way, on the device.
+# What a sequence gets for a token whose logits are not all finite.
+NO_TOKEN = -1
+
+
+class Forward(NamedTuple):
+    """A forward on its way, on the device.
 
     Attributes:
-      likely: `i32[seqs]`, the most likely next tokens.
+      likely: `i32[seqs]`, the most likely next tokens; `NO_TOKEN` where the logits have
+        a NaN or no finite value is the greatest.
       logits: `f32[seqs, vocab]`.
       hidden: the rows after the last normalisation, `[BLOCK_ROWS, hidden]` a block,
         padded with any rows: one program takes the blocks of every bucket.
@@ -48,6 +61,14 @@ class Launched(NamedTuple):
     likely: jax.Array
     logits: jax.Array
     hidden: tuple[jax.Array, ...]
+
+
+class Launched(NamedTuple):
+    """A step on its way; its fields are those of `Output`, on the device."""
+
+    tokens: jax.Array
+    logprobs: Logprobs | None
+    prompt_logprobs: dict[int, Logprobs]
 
 
 class Output(NamedTuple):
@@ -108,11 +129,12 @@ class Runner:
         self.vocab_size = model.config.vocab_size
         self._seats = Seats.zeros(num_seats, self.vocab_size)
         self._counts = jnp.zeros((num_seats, self.vocab_size), jnp.int32)
+        self._newest = jnp.zeros(num_seats, jnp.int32)  # token of each seat
         on_gpu = self.implementation == "pallas_triton"
         self._step = jax.jit(
             functools.partial(_flat_step, self._structure, self.implementation),
-            donate_argnums=1,
-            static_argnums=4,
+            donate_argnums=(1, 2),
+            static_argnums=5,
             compiler_options=_GPU_OPTIONS if on_gpu else None,
         )
         self._write_page = jax.jit(
@@ -124,7 +146,7 @@ class Runner:
         self._write_seat = jax.jit(
             _flat_write_seat, donate_argnums=(0, 1), static_argnums=4
         )
-        self._draw = jax.jit(draw, donate_argnums=1)
+        self._draw = jax.jit(draw, donate_argnums=(1, 2))
         self._logprobs = jax.jit(token_logprobs)
         self._prompt_logprobs = jax.jit(
             functools.partial(_flat_prompt_logprobs, self._structure)
@@ -149,15 +171,29 @@ class Runner:
         steps = (bucket.name for bucket in self._steps)
         return [*loading, "set_slot", *steps, *self._samplers]
 
-    def step(self, batch: Batch, wanted: Wanted | None = None) -> Output:
+    def step(
+        self, batch: Batch, wanted: Wanted | None = None, feed: Feed | None = None
+    ) -> Output:
         """Run a step and wait for its tokens, and what else is wanted."""
+        return self.collect(self.launch(batch, wanted, feed))
+
+    def launch(
+        self, batch: Batch, wanted: Wanted | None = None, feed: Feed | None = None
+    ) -> Launched:
+        """Run a step without waiting.
+
+        Args:
+          batch: the rows.
+          wanted: what it gives beyond the most likely tokens; None is nothing.
+          feed: which tokens stay on the device; None is none.
+        """
         wanted = wanted or Wanted()
-        tokens, logits, hidden = self.launch(batch)
+        tokens, logits, hidden = self.forward(batch, feed)
         num_seqs = tokens.shape[0]
         logprobs, prompt_logprobs = None, {}
         if wanted.rows is not None:
-            tokens, self._counts = self._draw(
-                self._seats, self._counts, logits, tokens, wanted.rows
+            tokens, self._counts, self._newest = self._draw(
+                self._seats, self._counts, self._newest, logits, tokens, wanted.rows
             )
             self._samplers[f"draw[{num_seqs}]"] = None
         if wanted.logprobs:
@@ -168,16 +204,24 @@ class Runner:
                 self._weights, hidden[block], targets
             )
             self._samplers["prompt_logprobs"] = None
-        return Output(*jax.device_get((tokens, logprobs, prompt_logprobs)))
+        launched = Launched(tokens, logprobs, prompt_logprobs)
+        for array in jax.tree.leaves(launched):
+            array.copy_to_host_async()
+        return launched
 
-    def launch(self, batch: Batch) -> Launched:
-        """Run a step without waiting."""
-        packed, layout = pack(batch)
-        launched, self._cache = self._step(
-            self._weights, self._cache, self._pools, packed, layout
+    def collect(self, launched: Launched) -> Output:
+        """Wait for what a step gives."""
+        return Output(*jax.device_get(tuple(launched)))
+
+    def forward(self, batch: Batch, feed: Feed | None = None) -> Forward:
+        """Run the decoder without waiting; nothing is drawn."""
+        feed = Feed.of([], batch.bucket) if feed is None else feed
+        packed, layout = pack((batch, feed))
+        result, self._cache, self._newest = self._step(
+            self._weights, self._cache, self._newest, self._pools, packed, layout
         )
         self._steps[batch.bucket] = None
-        return launched
+        return result
 
     def write_seat(self, seat: int, row: SeatRow) -> None:
         """Set how a seat's tokens are drawn; nothing of what it held is left."""
@@ -194,7 +238,12 @@ class Runner:
         """
         params = SamplingParams()
         row = SeatRow.of(
-            params, seed=0, prompt=(), stop_ids=(), vocab_size=self.vocab_size
+            params,
+            seed=0,
+            prompt=(),
+            stop_ids=(),
+            vocab_size=self.vocab_size,
+            max_len=pages_per_seq * self._cache.page_size,
         )
         self.write_seat(0, row)
         targets = {0: np.zeros(BLOCK_ROWS, np.int32)}
@@ -249,15 +298,21 @@ class Runner:
         self.clear_slot(0)
 
 
-def _flat_step(structure, implementation, weights, cache, pools, packed, layout):
+def _flat_step(
+    structure, implementation, weights, cache, newest, pools, packed, layout
+):
     model = nnx.merge(*jax.tree.unflatten(structure, weights))
-    batch = unpack(packed, layout)
+    batch, feed = unpack(packed, layout)
+    batch = dataclasses.replace(batch, tokens=fed_tokens(newest, batch, feed))
     result = run_step(model, cache, pools, batch, implementation=implementation)
+    top = jnp.take_along_axis(result.logits, result.likely[:, None], axis=1)[:, 0]
+    likely = jnp.where(jnp.isfinite(top), result.likely, NO_TOKEN)
     hidden = result.hidden
     padding = -hidden.shape[0] % BLOCK_ROWS
     hidden = jnp.pad(hidden, ((0, padding), (0, 0)))
     blocks = tuple(jnp.split(hidden, hidden.shape[0] // BLOCK_ROWS))
-    return Launched(result.likely, result.logits, blocks), result.cache
+    newest = keep_tokens(newest, feed.seats, likely)
+    return Forward(likely, result.logits, blocks), result.cache, newest
 
 
 def _flat_write_seat(seats, counts, seat, packed, layout):

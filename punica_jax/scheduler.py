@@ -1,34 +1,339 @@
-"""Which sequences run in the next step, and how many rows each gets.
+"""Who has a seat, and how many rows each sequence gets in the next step.
 
-Plain Python; knows sequences by what they have left to do, nothing of devices.
+Plain Python: knows sequences, seats, pages and adapters as numbers and names, nothing
+of devices or of what a step computes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Protocol
 
+from punica_jax.pages import KvPages
+from punica_jax.policies import Policy
 from punica_jax.sequence import SequenceState
 
 
-def schedule(
-    running: Sequence[SequenceState], max_rows: int
-) -> list[tuple[SequenceState, int]]:
-    """Choose the rows of the next step.
+class Resident(Protocol):
+    """An adapter (or the base alone) that a sequence has claimed.
 
-    Sequences that decode come first, one row each, so that prompts never stall them;
-    what is left of the step's rows goes to the prompts, in order, in chunks.
-
-    Args:
-      running: the sequences in flight, at most `max_rows`.
-      max_rows: most rows of a step.
-
-    Returns:
-      Sequences and their numbers of rows, each at least 1.
+    Attributes:
+      slot: its slot on the device, -1 for the base alone.
+      weights: stands for the weights that its rows meet, and for no others ever.
+      ready: whether rows may use it in the next step.
+      error: why what its rows gave is worth nothing, if it is; known once a step with
+        such rows is through.
     """
-    assert len(running) <= max_rows
-    scheduled = [(sequence, 1) for sequence in running if sequence.num_left == 1]
-    budget = max_rows - len(scheduled)
-    for sequence in running:
-        if sequence.num_left > 1 and budget:
-            rows = min(sequence.num_left, budget)
-            scheduled.append((sequence, rows))
-            budget -= rows
-    return scheduled
+
+    @property
+    def slot(self) -> int: ...
+
+    @property
+    def weights(self) -> Hashable: ...
+
+    @property
+    def ready(self) -> bool: ...
+
+    @property
+    def error(self) -> Exception | None: ...
+
+
+class Adapters(Protocol):
+    """Who can be asked for adapters."""
+
+    def claim(self, name: str | None) -> Resident | None:
+        """Hold an adapter on the device, or have it brought there.
+
+        Returns:
+          What holds it until it is released; None while there is no room for it.
+
+        Raises:
+          ValueError: it can never be had.
+        """
+        ...
+
+    def release(self, resident: Resident) -> None:
+        """Let go of what was claimed."""
+        ...
+
+
+class Scheduler:
+    """The sequences of one device: those that wait, and those that have a seat.
+
+    A step's rows go to the sequences that decode, one each, so that prompts never stall
+    them; then to the prompts that have a seat, in chunks; then to those that wait, as
+    the policy orders them. Who waits for an adapter is overtaken by those whose adapter
+    is there, but only `max_overtakes` times: then nobody else is seated until it is.
+
+    KV pages are taken as they are needed. Where they run out, the sequence that came
+    last gives up its seat and is computed again later.
+
+    Attributes:
+      running: the sequences that have a seat.
+      max_rows: most rows of a step.
+      refused: those that wait for an adapter that cannot be had; whoever releases
+        them empties the list.
+      num_preempted: how often a sequence had to give up its seat.
+    """
+
+    def __init__(
+        self,
+        pages: KvPages,
+        adapters: Adapters,
+        *,
+        max_seats: int,
+        max_rows: int,
+        policy: Policy,
+        max_overtakes: int | None = None,
+    ):
+        """Begin with nobody.
+
+        Args:
+          pages: the KV pages, all of them free.
+          adapters: where adapters come from.
+          max_seats: most sequences in flight, at most `max_rows`.
+          max_rows: most rows of a step.
+          policy: the queue of those that wait.
+          max_overtakes: None means four for each seat.
+        """
+        assert max_seats <= max_rows
+        self._pages = pages
+        self._adapters = adapters
+        self._policy = policy
+        self._max_overtakes = 4 * max_seats if max_overtakes is None else max_overtakes
+        self._max_seats = max_seats
+        self.max_rows = max_rows
+        self.running: list[SequenceState] = []
+        self.num_preempted = 0
+        self._free_seats = list(reversed(range(max_seats)))
+        self.refused: list[SequenceState] = []
+        self._sequences: dict[SequenceState, None] = {}
+        self._num_arrived = 0
+        self._claims: dict[SequenceState, Resident] = {}
+        self._overtaken: dict[SequenceState, int] = {}
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._policy)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a sequence waits or has a seat."""
+        return bool(self.running or len(self._policy))
+
+    @property
+    def sequences(self) -> list[SequenceState]:
+        """All of them, in the order in which they came."""
+        return list(self._sequences)
+
+    def add(self, sequences: Iterable[SequenceState]) -> None:
+        """Let sequences wait for a seat."""
+        for sequence in sequences:
+            sequence.arrival = self._num_arrived
+            self._num_arrived += 1
+            self._sequences[sequence] = None
+            self._policy.add(sequence)
+
+    def schedule(self, *, may_preempt: bool) -> list[tuple[SequenceState, int]] | None:
+        """Choose the rows of the next step, and seat who can sit.
+
+        Args:
+          may_preempt: whether a sequence may lose its seat; not while a step in flight
+            writes to its pages.
+
+        Returns:
+          Sequences and their numbers of rows, each at least 1; nothing where all wait
+          for adapters, or only for steps in flight. None if a sequence would have to
+          lose its seat and may not.
+        """
+        scheduled: dict[SequenceState, int] = {}
+        for sequence in list(self.running):
+            # Who lost its seat in this very loop is not running any more.
+            if sequence.num_left == 1 and sequence.seat >= 0:
+                if not self._make_room(sequence, scheduled, may_preempt):
+                    return None
+                if sequence.seat >= 0:
+                    scheduled[sequence] = 1
+        budget = self.max_rows - len(scheduled)
+        if scheduled:
+            budget = int(min(budget, self._policy.max_prompt_rows))
+        for sequence in self.running:
+            if sequence.num_left > 1 and budget:
+                scheduled[sequence] = min(sequence.num_left, budget)
+                budget -= scheduled[sequence]
+        self._admit(scheduled, budget)
+        for sequence, rows in scheduled.items():
+            self._policy.charge(sequence, rows)
+        return list(scheduled.items())
+
+    def observe(self, num_prompt_rows: int, step_s: float) -> None:
+        """Take note of how long a step took in which somebody decoded."""
+        self._policy.observe(num_prompt_rows, step_s)
+
+    def error_of(self, sequence: SequenceState) -> Exception | None:
+        """Return what is wrong with the adapter that a sequence holds, if anything."""
+        resident = self._claims.get(sequence)
+        return None if resident is None else resident.error
+
+    def release(self, sequence: SequenceState) -> None:
+        """Forget a sequence that is over and in no step in flight."""
+        assert not sequence.num_in_flight
+        if sequence.seat >= 0:
+            self._leave_seat(sequence)
+        else:
+            self._policy.remove(sequence)
+        self._let_go(sequence)
+        self._overtaken.pop(sequence, None)
+        del self._sequences[sequence]
+
+    def check_integrity(self) -> None:
+        """Assert that every seat, page and claim has exactly the users it should."""
+        self._pages.check_integrity()
+        waiting = list(self._policy)
+        assert len(waiting) == len(self._policy)
+        assert {*waiting, *self.running} == self._sequences.keys()
+        assert len(waiting) + len(self.running) == len(self._sequences)
+        seats = [sequence.seat for sequence in self.running]
+        assert sorted([*seats, *self._free_seats]) == list(range(self._max_seats))
+        assert all(s.seat < 0 and not s.pages for s in waiting)
+        assert self._claims.keys() <= self._sequences.keys()
+        assert all(sequence in self._claims for sequence in self.running)
+        assert self._overtaken.keys() <= set(waiting)
+        users = [page for sequence in self.running for page in sequence.pages]
+        assert self._pages.num_uses == len(users)
+
+    def _make_room(
+        self,
+        sequence: SequenceState,
+        scheduled: dict[SequenceState, int],
+        may_preempt: bool,
+    ) -> bool:
+        """Give a sequence the page of its next token, whoever has to leave for it.
+
+        Returns False if somebody would have to leave and may not.
+        """
+        num_tokens = sequence.num_cached + 1
+        while not self._pages.can_grow(sequence.pages, num_tokens):
+            if not may_preempt:
+                return False
+            last = max(self.running, key=_arrival)
+            assert last is not sequence or len(self.running) > 1, "one always fits"
+            scheduled.pop(last, None)
+            self._preempt(last)
+            if last is sequence:
+                return True
+        sequence.pages = self._pages.grow(sequence.pages, num_tokens)
+        return True
+
+    def _preempt(self, sequence: SequenceState) -> None:
+        self._leave_seat(sequence)
+        self._let_go(sequence)
+        sequence.stand()
+        self._policy.add(sequence)
+        self.num_preempted += 1
+
+    def _leave_seat(self, sequence: SequenceState) -> None:
+        self.running.remove(sequence)
+        self._free_seats.append(sequence.seat)
+        self._pages.free(sequence.pages)
+
+    def _let_go(self, sequence: SequenceState) -> None:
+        if (resident := self._claims.pop(sequence, None)) is not None:
+            self._adapters.release(resident)
+
+    def _admit(self, scheduled: dict[SequenceState, int], budget: int) -> None:
+        """Seat those that can sit; claim adapters for those that can sit soon."""
+        seated: list[SequenceState] = []
+        overtaken: list[SequenceState] = []
+        without_room: set[str | None] = set()
+        for num_seen, sequence in enumerate(self._policy):
+            may_sit = bool(self._free_seats and budget)
+            if not may_sit and num_seen >= self._max_seats:
+                break
+            resident = self._claim(sequence, without_room)
+            if sequence.is_over:
+                self.refused.append(sequence)
+            elif resident is None:
+                if self._overtaken.get(sequence, 0) >= self._max_overtakes:
+                    self._let_go_of_waiting(sequence)
+                    break
+                overtaken.append(sequence)
+            elif resident.ready and may_sit:
+                shared = self._known_pages(sequence, resident)
+                if self._is_computing_more(sequence, resident, len(shared)):
+                    continue
+                num_tokens = len(sequence.tokens) + 1
+                if not self._pages.can_allocate(num_tokens, shared):
+                    break
+                sequence.sit(
+                    self._free_seats.pop(),
+                    self._pages.allocate(num_tokens, shared),
+                    len(shared) * self._pages.page_size,
+                    slot=resident.slot,
+                    weights=resident.weights,
+                )
+                self.running.append(sequence)
+                seated.append(sequence)
+                scheduled[sequence] = min(sequence.num_left, budget)
+                budget -= scheduled[sequence]
+                for other in overtaken:
+                    self._overtaken[other] = self._overtaken.get(other, 0) + 1
+        # Not while the policy was walked.
+        for sequence in seated:
+            self._policy.remove(sequence)
+            self._overtaken.pop(sequence, None)
+
+    def _claim(
+        self, sequence: SequenceState, without_room: set[str | None]
+    ) -> Resident | None:
+        """Return the adapter that a sequence holds, claiming it if there is room."""
+        if sequence in self._claims or sequence.adapter in without_room:
+            return self._claims.get(sequence)
+        try:
+            resident = self._adapters.claim(sequence.adapter)
+        except ValueError as error:
+            sequence.fail(error)
+            return None
+        if resident is None:
+            without_room.add(sequence.adapter)
+        else:
+            self._claims[sequence] = resident
+        return resident
+
+    def _let_go_of_waiting(self, first: SequenceState) -> None:
+        """Take back the claims of all that wait, but for one that waited too long.
+
+        What they hold might be all the room that it lacks, and they will not sit
+        before it does.
+        """
+        for sequence in self._policy:
+            if sequence is not first:
+                self._let_go(sequence)
+
+    def _known_pages(
+        self, sequence: SequenceState, resident: Resident
+    ) -> tuple[int, ...]:
+        if sequence.wants_prompt_logprobs:
+            return ()
+        return self._pages.match(sequence.tokens, resident.weights)
+
+    def _is_computing_more(
+        self, sequence: SequenceState, resident: Resident, num_shared: int
+    ) -> bool:
+        """Tell whether waiting would let a sequence share one more page at least."""
+        if sequence.wants_prompt_logprobs:
+            return False
+        end = (num_shared + 1) * self._pages.page_size
+        if len(sequence.tokens) <= end:
+            return False
+        beginning: Sequence[int] | None = None
+        for other in self.running:
+            if other.num_known_cached < end <= len(other.tokens) and (
+                other.weights == resident.weights
+            ):
+                beginning = beginning or sequence.tokens[:end]
+                if other.tokens[:end] == beginning:
+                    return True
+        return False
+
+
+def _arrival(sequence: SequenceState) -> int:
+    return sequence.arrival

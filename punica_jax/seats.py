@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from punica_jax.batch import Batch, Feed
 from punica_jax.request import MAX_LOGIT_BIAS, SamplingParams
 from punica_jax.sampling import sample
 
@@ -73,6 +74,8 @@ class SeatRow:
       bias_tokens: `i32[MAX_LOGIT_BIAS]`, the vocabulary's size for none.
       bias: `f32[MAX_LOGIT_BIAS]`.
       marks: `i32[ceil(vocab / 4)]`, four bytes of `Seats.marks` each.
+      output: `i32[max_len]`, the tokens that came already; the vocabulary's size for
+        none.
       others: of shape (), as in `Seats`.
     """
 
@@ -88,6 +91,7 @@ class SeatRow:
     bias_tokens: np.ndarray
     bias: np.ndarray
     marks: np.ndarray
+    output: np.ndarray
 
     @classmethod
     def of(
@@ -96,8 +100,10 @@ class SeatRow:
         *,
         seed: int,
         prompt: Sequence[int],
+        output: Sequence[int] = (),
         stop_ids: Iterable[int],
         vocab_size: int,
+        max_len: int,
     ) -> "SeatRow":
         """Lay out a request's parameters.
 
@@ -105,9 +111,11 @@ class SeatRow:
           params: tokens below the vocabulary's size.
           seed: of the random numbers; the parameters' own may be None.
           prompt: its tokens.
+          output: the tokens that came already, where a sequence goes on.
           stop_ids: all tokens that end it; a model cannot say those beyond its
             vocabulary, which a tokenizer may have.
           vocab_size: the model's.
+          max_len: most tokens of a sequence.
         """
         biases = params.logit_bias or {}
         bias_tokens = np.full(MAX_LOGIT_BIAS, vocab_size, np.int32)
@@ -118,7 +126,10 @@ class SeatRow:
         marks[np.asarray(prompt, np.int32)] |= _IN_PROMPT
         stops = [token for token in stop_ids if token < vocab_size]
         marks[np.asarray(stops, np.int32)] |= _STOPS
+        padded = np.full(max_len, vocab_size, np.int32)
+        padded[: len(output)] = output
         return cls(
+            output=padded,
             temperature=np.asarray(params.temperature, np.float32),
             top_p=np.asarray(params.top_p, np.float32),
             min_p=np.asarray(params.min_p, np.float32),
@@ -137,7 +148,7 @@ class SeatRow:
 def write_seat(
     seats: Seats, counts: Array, seat: Array, row: SeatRow
 ) -> tuple[Seats, Array]:
-    """Replace everything of a seat; its counts start from zero.
+    """Replace everything of a seat; its counts are those of what came already.
 
     Args:
       seats: donate them.
@@ -156,7 +167,8 @@ def write_seat(
     written = {
         name: getattr(seats, name).at[seat].set(value) for name, value in fields.items()
     }
-    return Seats(**written), counts.at[seat].set(0)
+    count = jnp.zeros(vocab, jnp.int32).at[row.output].add(1, mode="drop")
+    return Seats(**written), counts.at[seat].set(count)
 
 
 def adjusted_logits(
@@ -185,24 +197,56 @@ def adjusted_logits(
     return jnp.where(early & (marks & _STOPS > 0), -jnp.inf, x)
 
 
+def fed_tokens(newest: Array, batch: Batch, feed: Feed) -> Array:
+    """Return a batch's tokens, `i32[rows]`, those that seats keep filled in.
+
+    Args:
+      newest: `i32[seats]`, the newest token of each seat.
+      batch: arrays may be traced, as those of `feed`.
+      feed: which rows' tokens are kept.
+    """
+    tokens = jnp.asarray(batch.tokens)
+    row = jnp.where(feed.kept > 0, batch.logit_rows, tokens.shape[0])
+    seat = jnp.maximum(feed.seats, 0)
+    return tokens.at[row].set(newest[seat], mode="drop")
+
+
+def keep_tokens(newest: Array, seat: Array, tokens: Array) -> Array:
+    """Return each seat's newest token after a step.
+
+    Args:
+      newest: `i32[seats]`; donate it.
+      seat: `i32[rows]`, where a row's token is kept; -1 for nowhere.
+      tokens: `i32[rows]`.
+    """
+    seat = jnp.where(seat >= 0, seat, newest.shape[0])
+    return newest.at[seat].set(tokens, mode="drop")
+
+
 def draw(
-    seats: Seats, counts: Array, logits: Array, likely: Array, rows: Array
-) -> tuple[Array, Array]:
-    """Choose the tokens of a step by their seats, and count them.
+    seats: Seats,
+    counts: Array,
+    newest: Array,
+    logits: Array,
+    likely: Array,
+    rows: Array,
+) -> tuple[Array, Array, Array]:
+    """Choose the tokens of a step by their seats, count them and keep them.
 
     Args:
       seats: of all seats.
       counts: `i32[seats, vocab]`; donate them.
+      newest: `i32[seats]`, the newest token of each seat; donate it.
       logits: `f32[rows, vocab]`.
-      likely: `i32[rows]`, the most likely tokens.
+      likely: `i32[rows]`, the most likely tokens; below 0 where there is no token.
       rows: `i32[2, rows]`: each row's seat, -1 for one that takes its most likely
         token; and its token's place in its sequence.
 
     Returns:
-      `i32[rows]`, and the counts.
+      `i32[rows]`, the counts, and the seats' newest tokens.
     """
     seat, positions = rows
-    drawn = seat >= 0
+    drawn = (seat >= 0) & (likely >= 0)
     at = jnp.where(drawn, seat, 0)
     tokens = sample(
         adjusted_logits(seats, counts, logits, at, positions),
@@ -215,4 +259,5 @@ def draw(
     )
     tokens = jnp.where(drawn, tokens, likely)
     past_end = jnp.where(drawn, seat, counts.shape[0])
-    return tokens, counts.at[past_end, tokens].add(1, mode="drop")
+    counts = counts.at[past_end, tokens].add(1, mode="drop")
+    return tokens, counts, keep_tokens(newest, jnp.where(drawn, seat, -1), tokens)

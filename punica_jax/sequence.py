@@ -5,13 +5,15 @@ Plain Python; knows one sequence's numbers and text, nothing of batches or devic
 
 import dataclasses
 import secrets
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Hashable, Sequence
 
 from punica_jax.request import (
     MAX_SEED,
     Completion,
     FinishReason,
     SamplingParams,
+    Terms,
     TokenLogprobs,
 )
 from punica_jax.stops import StopStrings
@@ -21,18 +23,22 @@ from punica_jax.tokenizer import Detokenizer, Tokenizer
 # the prompt's) and its newest piece of text.
 TokenCallback = Callable[[int, str], None]
 
+DEFAULT_TERMS = Terms()
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
     """The rows that one sequence has in a step.
 
     Attributes:
-      tokens: the rows' tokens, the sequence's last ones so far.
+      tokens: the rows' tokens; any number stands for one that the seat keeps.
       kv_len: tokens of the sequence, these included.
       pages: its KV pages, in order, enough for `kv_len`.
       slot: its adapter's slot, -1 for none.
-      seat: the seat by which its next token is drawn; -1 where it is the most likely
-        one, or where the prompt goes on.
+      seat: its seat, -1 for none.
+      ends: whether the rows end with its newest token, so that a new one comes of them.
+      is_kept: whether the last row is the token that its seat keeps on the device.
+      draws: whether the new token is drawn by its seat; else it is the most likely one.
       wants_logprobs: whether its next token's log-probabilities are wanted.
       targets: the prompt's tokens after its first rows, one each, whose
         log-probabilities are wanted.
@@ -43,6 +49,9 @@ class Chunk:
     pages: Sequence[int]
     slot: int
     seat: int = -1
+    ends: bool = True
+    is_kept: bool = False
+    draws: bool = False
     wants_logprobs: bool = False
     targets: Sequence[int] = ()
 
@@ -50,16 +59,28 @@ class Chunk:
 class SequenceState:
     """A prompt and what it has become.
 
+    Its tokens are those that the host knows, and up to two more that steps in flight
+    will give: a step is launched before the one before it has been read.
+
     Attributes:
+      adapter: the name of its adapter, None for the base model.
       finish_reason: None while the sequence is in flight.
-      seat: its place among the sequences in flight, -1 before it has one.
-      pages: its KV pages, none before it has a seat.
-      num_cached: tokens whose keys and values are in them.
-      weights: what reads its tokens: the version of its adapter.
+      error: what ended it before its time, if anything did.
+      seat: its place among the sequences in flight, -1 while it waits.
+      pages: its KV pages, none while it waits.
+      num_cached: tokens whose keys and values are in them once all steps launched are
+        through.
+      num_in_flight: its steps that are launched and not collected.
+      weights: what reads its tokens: the version of its adapter, from its first seat.
+      num_prompt: tokens of the prompt.
       max_len: most tokens that it can have, prompt and output.
+      arrival: its number among all that came; set by whom it waits at.
+      arrived_s: when it was made, by `time.monotonic`.
+      terms: how it is treated among others.
       sampling: how its tokens are chosen.
       seed: of its random numbers.
       stop_ids: the tokens that end it.
+      has_drawn: whether its seat has been told how.
       draws: whether its tokens are drawn by its seat's parameters; else each is the
         most likely one.
     """
@@ -72,18 +93,23 @@ class SequenceState:
         sample_index: int,
         prompt: list[int],
         adapter: str | None,
-        slot: int,
-        weights: int,
         sampling: SamplingParams,
         tokenizer: Tokenizer,
         max_model_len: int,
         on_token: TokenCallback | None,
+        terms: Terms = DEFAULT_TERMS,
     ):
+        self.adapter = adapter
         self.finish_reason: FinishReason | None = None
+        self.error: Exception | None = None
         self.seat = -1
         self.pages: Sequence[int] = ()
         self.num_cached = 0
-        self.weights = weights
+        self.num_in_flight = 0
+        self.weights: Hashable = None
+        self.arrival = -1
+        self.arrived_s = time.monotonic()
+        self.terms = terms
         self.sampling = sampling
         if sampling.seed is None:
             self.seed = secrets.randbits(32)
@@ -91,6 +117,7 @@ class SequenceState:
             self.seed = (int(sampling.seed) + sample_index) & MAX_SEED
         self._eos = frozenset() if sampling.ignore_eos else tokenizer.eos_token_ids
         self.stop_ids = self._eos | frozenset(sampling.stop_token_ids or ())
+        self.has_drawn = False
         self.draws = bool(
             sampling.temperature > 0
             or sampling.changes_logits
@@ -99,12 +126,12 @@ class SequenceState:
         self._index = index
         self._prompt_index = prompt_index
         self._sample_index = sample_index
-        self._adapter = adapter
-        self._slot = slot
-        self._num_prompt = len(prompt)
-        room = max_model_len - self._num_prompt
-        self.max_len = self._num_prompt + min(sampling.max_new_tokens, room)
+        self._slot = -1
+        self.num_prompt = len(prompt)
+        room = max_model_len - self.num_prompt
+        self.max_len = self.num_prompt + min(sampling.max_new_tokens, room)
         self._tokens = prompt
+        self._num_pending = 0  # tokens that steps in flight will give
         self._logprobs: list[TokenLogprobs] = []
         self._prompt_logprobs: list[TokenLogprobs | None] = [None]
         self._stop_reason: str | int | None = None
@@ -116,72 +143,125 @@ class SequenceState:
         self._on_token = on_token
 
     @property
+    def is_over(self) -> bool:
+        """Whether no further token of it counts."""
+        return self.finish_reason is not None
+
+    @property
     def num_left(self) -> int:
-        """Tokens that the cache does not hold yet."""
-        return len(self._tokens) - self.num_cached
+        """Rows that it needs in steps to come, as far as anybody knows now."""
+        num_tokens = len(self._tokens) + self._num_pending
+        if self.is_over or num_tokens == self.max_len:
+            return 0
+        return num_tokens - self.num_cached
 
     @property
-    def prompt(self) -> list[int]:
-        """The prompt's tokens."""
-        return self._tokens[: self._num_prompt]
+    def tokens(self) -> Sequence[int]:
+        """The prompt's tokens and the new ones, as far as they are known."""
+        return self._tokens
 
     @property
-    def cached(self) -> list[int]:
-        """The tokens whose keys and values are in its pages."""
-        return self._tokens[: self.num_cached]
+    def new_tokens(self) -> list[int]:
+        """The tokens that came after the prompt, as far as they are known."""
+        return self._tokens[self.num_prompt :]
 
-    def sit(self, seat: int, pages: Sequence[int], num_cached: int) -> None:
-        """Take a seat, and KV pages for `max_len` tokens.
+    @property
+    def num_known_cached(self) -> int:
+        """Tokens that the host knows, of those that `num_cached` counts."""
+        return min(self.num_cached, len(self._tokens))
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether log-probabilities of the prompt's tokens are still to come."""
+        wanted = self.sampling.prompt_logprobs is not None
+        return wanted and len(self._prompt_logprobs) < self.num_prompt
+
+    def sit(
+        self,
+        seat: int,
+        pages: Sequence[int],
+        num_cached: int,
+        *,
+        slot: int,
+        weights: Hashable,
+    ) -> None:
+        """Take a seat.
 
         Args:
           seat: which.
-          pages: in order.
-          num_cached: tokens of the prompt that they hold already.
+          pages: KV pages, in order.
+          num_cached: tokens that they hold already.
+          slot: its adapter's, -1 for none.
+          weights: stands for the base model and this version of the adapter.
         """
         self.seat = seat
         self.pages = pages
         self.num_cached = num_cached
+        self.weights = weights
+        self._slot = slot
 
-    def chunk(self, rows: int) -> Chunk:
-        """Return the next `rows` tokens as rows of a step."""
+    def stand(self) -> None:
+        """Give up the seat and what the cache holds; all of it is computed again."""
+        assert not self.num_in_flight, "a step still writes to its pages"
+        self.seat, self.pages, self.num_cached, self._slot = -1, (), 0, -1
+        self.has_drawn = False
+        if self.wants_prompt_logprobs:
+            self._prompt_logprobs = [None]
+
+    def launch(self, rows: int) -> Chunk:
+        """Return the next `rows` tokens as rows of a step that is being launched."""
         start, end = self.num_cached, self.num_cached + rows
-        ends = end == len(self._tokens)
+        ends = rows == self.num_left
+        tokens = self._tokens[start:end]
+        is_kept = len(tokens) < rows
+        if is_kept:
+            tokens = [*tokens, 0]
+        assert len(tokens) == rows, (rows, len(tokens))
         targets: Sequence[int] = ()
-        if self.sampling.prompt_logprobs is not None:
-            targets = self._tokens[start + 1 : min(end + 1, self._num_prompt)]
+        if self.wants_prompt_logprobs:
+            targets = self._tokens[start + 1 : min(end + 1, self.num_prompt)]
+        self.num_cached = end
+        self.num_in_flight += 1
+        self._num_pending += ends
         return Chunk(
-            tokens=self._tokens[start:end],
+            tokens=tokens,
             kv_len=end,
             pages=self.pages,
             slot=self._slot,
-            seat=self.seat if ends and self.draws else -1,
+            seat=self.seat,
+            ends=ends,
+            is_kept=is_kept,
+            draws=ends and self.draws,
             wants_logprobs=ends and self.sampling.logprobs is not None,
             targets=targets,
         )
 
-    def advance(
+    def collect(
         self,
-        rows: int,
+        chunk: Chunk,
         token: int,
         logprobs: TokenLogprobs | None = None,
         prompt_logprobs: Sequence[TokenLogprobs] = (),
     ) -> None:
-        """Take note of a step; its token counts if the prompt is through.
+        """Take note of what a step gave; after the end of the sequence, of nothing.
 
         Args:
-          rows: the chunk's.
-          token: the next one.
+          chunk: its rows in the step, as `launch` returned them.
+          token: the next one; it counts if the chunk ends.
           logprobs: the token's, if the chunk wanted them.
           prompt_logprobs: those of the chunk's targets.
         """
-        self.num_cached += rows
+        self.num_in_flight -= 1
+        self._num_pending -= chunk.ends
+        if self.is_over:
+            return
         self._prompt_logprobs += prompt_logprobs
-        if self.num_left:
+        if not chunk.ends:
             return
         self._tokens.append(token)
         if logprobs is not None:
             self._logprobs.append(logprobs)
-        num_new = len(self._tokens) - self._num_prompt
+        num_new = len(self._tokens) - self.num_prompt
         may_stop = num_new > self.sampling.min_new_tokens
         stops = may_stop and token in self.stop_ids
         if not stops or self.sampling.include_stop_str_in_output:
@@ -189,7 +269,20 @@ class SequenceState:
         if stops or self._stops.found or len(self._tokens) == self.max_len:
             self._finish(token, stops, may_stop)
 
+    def cancel(self) -> None:
+        """End it where it is."""
+        assert not self.is_over
+        self._emit(self._detokenizer.finish(), may_stop=False)
+        self._show(self._stops.finish())
+        self.finish_reason = "cancelled"
+
+    def fail(self, error: Exception) -> None:
+        """End it before its time, unless it is over already."""
+        if not self.is_over:
+            self.error, self.finish_reason = error, "error"
+
     def completion(self) -> Completion:
+        """Return what came of the prompt."""
         assert self.finish_reason is not None
         logprobs = prompt_logprobs = cumulative = None
         if self.sampling.logprobs is not None:
@@ -199,11 +292,12 @@ class SequenceState:
             prompt_logprobs = tuple(self._prompt_logprobs)
         return Completion(
             text="".join(self._pieces),
-            token_ids=tuple(self._tokens[self._num_prompt :]),
+            token_ids=tuple(self.new_tokens),
             finish_reason=self.finish_reason,
+            error=None if self.error is None else str(self.error),
             stop_reason=self._stop_reason,
-            adapter=self._adapter,
-            prompt_token_ids=tuple(self.prompt),
+            adapter=self.adapter,
+            prompt_token_ids=tuple(self._tokens[: self.num_prompt]),
             prompt_index=self._prompt_index,
             sample_index=self._sample_index,
             logprobs=logprobs,

@@ -67,6 +67,11 @@ class Sizes:
         return -(-self.max_model_len // self.page_size)
 
     @property
+    def max_tokens(self) -> int:
+        """Tokens that the pages of a sequence hold, `max_model_len` or a few more."""
+        return self.pages_per_seq * self.page_size
+
+    @property
     def num_kv_pages(self) -> int:
         return _at_most(self.max_seats * self.pages_per_seq, self.max_kv_pages)
 

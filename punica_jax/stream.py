@@ -30,12 +30,12 @@ class Piece:
 
 
 class Steps(Protocol):
-    """What steps sequences until they end: `Engine`."""
+    """What steps sequences until they end: `StepLoop`."""
 
     @property
     def busy(self) -> bool: ...
 
-    def step(self) -> None: ...
+    def step(self) -> object: ...
 
 
 class Stream(Iterator[Piece]):

@@ -84,7 +84,7 @@ def test_nothing_is_wanted_of_plain_chunks():
 def test_what_is_wanted_is_laid_out_by_row():
     long = range(100, 100 + BLOCK_ROWS)
     chunks = [
-        Chunk(tokens=[1], kv_len=9, pages=[1], slot=-1, seat=3),
+        Chunk(tokens=[1], kv_len=9, pages=[1], slot=-1, seat=3, draws=True),
         Chunk(tokens=long, kv_len=80, pages=[1], slot=-1, targets=list(long)),
         Chunk(tokens=[5, 6], kv_len=2, pages=[2], slot=-1, wants_logprobs=True),
     ]

@@ -1,4 +1,5 @@
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -165,7 +166,8 @@ def test_one_call_at_a_time(llm, checkpoint, together):
 
 @pytest.mark.slow
 def test_warm_up_compiles_everything(llm, together, monkeypatch, compiles):
-    monkeypatch.setattr(llm._engine, "_buckets", Buckets(max_seqs=4, max_rows=8))
+    monkeypatch.setattr(llm._loop, "_buckets", Buckets(max_seqs=4, max_rows=8))
+    monkeypatch.setattr(llm._loop.scheduler, "max_rows", 8)
     llm.warm_up()
     with compiles:
         for count in (1, 2, 6):
@@ -191,7 +193,8 @@ def test_a_full_pool_can_replace(checkpoint):
 
 def test_prompts_are_prefilled_in_chunks(llm, together, monkeypatch):
     # 8 rows a step: the prompts take several steps, and share some.
-    monkeypatch.setattr(llm._engine, "_buckets", Buckets(max_seqs=4, max_rows=8))
+    monkeypatch.setattr(llm._loop, "_buckets", Buckets(max_seqs=4, max_rows=8))
+    monkeypatch.setattr(llm._loop.scheduler, "max_rows", 8)
     assert llm.generate(PROMPTS, ADAPTERS, GREEDY) == together
 
 
@@ -276,6 +279,9 @@ def test_weights_that_are_not_finite(llm, checkpoint, together, tmp_path, value)
     # One adapter's NaN is its own rows' business.
     mixed = llm.generate(["hello", "hello"], ["bad", "a"], GREEDY)
     assert mixed[1] == together[0]
+    assert mixed[0].finish_reason == "error" and mixed[0].token_ids == ()
+    assert mixed[0].error is not None
+    assert re.search(r"logits are not finite after token 6 .*'bad'", mixed[0].error)
     llm.unload_adapter("bad")
     assert llm.generate(PROMPTS, ADAPTERS, GREEDY) == together
 

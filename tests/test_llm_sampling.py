@@ -39,11 +39,13 @@ MIXED = [
 @pytest.fixture(scope="module")
 def llm(llm):
     """The shared LLM with small steps: one size of prompts' programs."""
-    whole = llm._engine._buckets
-    llm._engine._buckets = Buckets(max_seqs=4, max_rows=8)
+    whole = llm._loop._buckets
+    llm._loop._buckets = Buckets(max_seqs=4, max_rows=8)
+    llm._loop.scheduler.max_rows = 8
     llm.warm_up()
     yield llm
-    llm._engine._buckets = whole
+    llm._loop._buckets = whole
+    llm._loop.scheduler.max_rows = whole.max_rows
 
 
 @pytest.fixture(scope="module")
@@ -185,19 +187,23 @@ def test_no_stop_before_min_new_tokens(llm, plain):
 SAY = "one two STOP three"
 
 
+def force(llm, monkeypatch, ids):
+    """Let a prompt of two tokens be answered with some ids, over and over."""
+    launch = llm._runner.launch
+
+    def forced(batch, wanted=None, feed=None):
+        lens = np.asarray(batch.seqs.kv_lens) - 2
+        tokens = np.array([ids[i % len(ids)] for i in lens], np.int32)
+        return launch(batch, wanted, feed)._replace(tokens=tokens)
+
+    monkeypatch.setattr(llm._runner, "launch", forced)
+
+
 @pytest.fixture
 def says(llm, monkeypatch):
     """Make the LLM say `SAY` whatever is asked, token by token."""
     ids = llm.tokenizer.encode(SAY)[1:]
-    step = llm._runner.step
-
-    def forced(batch, wanted=None):
-        output = step(batch, wanted)
-        lens = np.asarray(batch.seqs.kv_lens) - 2  # after <s> and one token
-        tokens = np.array([ids[i % len(ids)] for i in lens], np.int32)
-        return output._replace(tokens=tokens)
-
-    monkeypatch.setattr(llm._runner, "step", forced)
+    force(llm, monkeypatch, ids)
 
     def say(**fields):
         pieces = []
@@ -339,14 +345,7 @@ def test_tokens_outside_the_vocabulary(llm, name):
 def test_byte_fallback_text_is_searched_too(llm, monkeypatch):
     # Bytes of one character, each a token: the string is complete with the last.
     ids = [llm.tokenizer.encode("a👍b")[1:][i] for i in range(6)]
-    step = llm._runner.step
-
-    def forced(batch, wanted=None):
-        output = step(batch, wanted)
-        lens = np.asarray(batch.seqs.kv_lens) - 2
-        return output._replace(tokens=np.array([ids[i % 6] for i in lens], np.int32))
-
-    monkeypatch.setattr(llm._runner, "step", forced)
+    force(llm, monkeypatch, ids)
     row = llm.generate("x", None, pj.SamplingParams(max_new_tokens=6, stop="👍"))[0]
     assert (row.text, row.stop_reason) == ("a", "👍")
     assert row.token_ids == tuple(ids[:5])

@@ -16,12 +16,19 @@ NUM_SEATS = 3
 SORTS = r'"stablehlo\.sort"|chlo\.top_k'
 _write = jax.jit(write_seat)
 _draw = jax.jit(draw)
+NEWEST = np.zeros(NUM_SEATS, np.int32)
 _adjusted = jax.jit(adjusted_logits)
 
 
-def seat_row(params, prompt=(), stop_ids=(), seed=0):
+def seat_row(params, prompt=(), stop_ids=(), seed=0, output=()):
     return SeatRow.of(
-        params, seed=seed, prompt=prompt, stop_ids=stop_ids, vocab_size=VOCAB
+        params,
+        seed=seed,
+        prompt=prompt,
+        output=output,
+        stop_ids=stop_ids,
+        vocab_size=VOCAB,
+        max_len=16,
     )
 
 
@@ -102,7 +109,7 @@ def test_drawn_tokens_are_counted_and_others_not(state):
     seen = []
     for position in range(4):
         rows = np.array([[-1, 1, -1, -1], [3, position, 0, 0]], np.int32)
-        tokens, counts = _draw(seats, counts, logits, likely, rows)
+        tokens, counts, _ = _draw(seats, counts, NEWEST, logits, likely, rows)
         assert np.asarray(tokens)[[0, 2, 3]].tolist() == [5, 5, 5]
         seen.append(int(tokens[1]))
     # 5 (1.5 -> -0.5), 6 (1 -> -1), then two of the zeros.
@@ -146,15 +153,16 @@ def test_rows_do_not_depend_on_neighbours(state):
     logits = np.random.default_rng(2).normal(size=(4, VOCAB)).astype(np.float32)
     likely = logits.argmax(1).astype(np.int32)
     rows = np.array([[2, 0, -1, 1], [7, 5, 0, 6]], np.int32)
-    together, counted = _draw(seats, counts, logits, likely, rows)
+    together, counted, _ = _draw(seats, counts, NEWEST, logits, likely, rows)
     for i in range(4):
         one = slice(i, i + 1)
-        alone, counts_alone = _draw(
-            seats, counts, logits[one], likely[one], rows[:, one]
+        alone, counts_alone, newest = _draw(
+            seats, counts, NEWEST, logits[one], likely[one], rows[:, one]
         )
         assert alone[0] == together[i]
         if (seat := rows[0, i]) >= 0:
             np.testing.assert_array_equal(counts_alone[seat], counted[seat])
+            assert newest[seat] == alone[0]
 
 
 def test_packing_is_exact():
@@ -177,6 +185,7 @@ def test_no_vocabulary_is_sorted():
         lambda: (
             Seats.zeros(rows, vocab),
             jnp.zeros((rows, vocab), jnp.int32),
+            jnp.zeros(rows, jnp.int32),
             jnp.zeros((rows, vocab), jnp.float32),
             jnp.zeros(rows, jnp.int32),
             jnp.zeros((2, rows), jnp.int32),
@@ -186,7 +195,7 @@ def test_no_vocabulary_is_sorted():
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert not re.search(SORTS, text)
     for sorts in (jnp.sort, lambda x: jax.lax.top_k(x, 600)):
-        one = jax.jit(sorts).trace(args[2]).lower(lowering_platforms=("cuda",))
+        one = jax.jit(sorts).trace(args[3]).lower(lowering_platforms=("cuda",))
         assert re.search(SORTS, one.as_text())
     # Nor is there a loop, which a GPU's host would have to drive.
     assert "stablehlo.while" not in text
@@ -195,7 +204,8 @@ def test_no_vocabulary_is_sorted():
 def test_no_condition_is_left(state):
     # Which of the two forms of a search is meant is known when it is compiled.
     rows, likely = np.zeros((2, 4), np.int32), np.zeros(4, np.int32)
-    lowered = _draw.lower(*state, np.zeros((4, VOCAB), np.float32), likely, rows)
+    logits = np.zeros((4, VOCAB), np.float32)
+    lowered = _draw.lower(*state, NEWEST, logits, likely, rows)
     text = lowered.compile().as_text()
     assert "while(" in text and "conditional(" not in text
 
@@ -211,3 +221,23 @@ def test_top_k_beyond_all_integers_keeps_all(state):
     row = seat_row(SamplingParams(temperature=1.0, top_k=2**40))
     seats, _ = _write(*state, np.int32(0), row)
     assert int(seats.top_k[0]) == VOCAB
+
+
+def test_a_sequence_that_goes_on_counts_what_came_already(state):
+    params = SamplingParams(frequency_penalty=0.5)
+    row = seat_row(params, [1, 2], output=[3, 8, 3, VOCAB - 1])
+    _, counts = _write(*state, np.int32(1), row)
+    expected = np.bincount([3, 8, 3, VOCAB - 1], minlength=VOCAB)
+    np.testing.assert_array_equal(counts[1], expected)
+    assert not counts[0].any() and not counts[2].any()
+
+
+def test_what_has_no_finite_logits_is_not_drawn(state):
+    seats, counts = _write(
+        *state, np.int32(1), seat_row(SamplingParams(temperature=1.0))
+    )
+    logits = np.full((2, VOCAB), np.nan, np.float32)
+    rows = np.array([[1, -1], [5, 5]], np.int32)
+    likely = np.array([-1, -1], np.int32)
+    tokens, counts, newest = _draw(seats, counts, NEWEST, logits, likely, rows)
+    assert tokens.tolist() == [-1, -1] and not counts.any() and not newest.any()

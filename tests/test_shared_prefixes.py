@@ -12,21 +12,21 @@ GREEDY = pj.SamplingParams(max_new_tokens=20, ignore_eos=True)
 def computed(llm, monkeypatch):
     """The number of rows of every step."""
     rows = []
-    step = llm._runner.step
+    launch = llm._runner.launch
 
-    def count(batch, wanted=None):
+    def count(batch, wanted=None, feed=None):
         rows.append(int(batch.seqs.bounds[-1]))
-        return step(batch, wanted)
+        return launch(batch, wanted, feed)
 
-    monkeypatch.setattr(llm._runner, "step", count)
-    llm._engine.__init__(llm._runner, llm._engine._sizes)  # no prefix is known
+    monkeypatch.setattr(llm._runner, "launch", count)
+    llm._loop.reset()  # no prefix is known
     return rows
 
 
 def answer(llm, adapter, prompt=PROMPT, sampling=GREEDY):
     [out] = llm.generate([prompt], adapter, sampling)
-    llm._engine._pages.check_integrity()
-    assert llm._engine._pages.num_free == llm._engine._pages.num_pages
+    llm._loop.scheduler.check_integrity()
+    assert llm._loop.pages.num_free == llm._loop.pages.num_pages
     return out
 
 
@@ -82,10 +82,10 @@ def test_prompt_logprobs_compute_every_row(llm, computed):
 
 def test_sequences_in_flight_share_and_give_back_when_left(llm, computed):
     first = answer(llm, "a")
-    pages = llm._engine._pages
+    pages = llm._loop.pages
     stream = llm.stream([PROMPT, PROMPT], "a", GREEDY)
     pieces = [next(stream), next(stream)]
-    one, two = llm._engine._running
+    one, two = llm._loop.scheduler.running
     assert one.pages[:2] == two.pages[:2]
     assert not set(one.pages[2:]) & set(two.pages[2:])
     pages.check_integrity()
@@ -112,7 +112,7 @@ def test_samples_of_one_prompt_compute_it_once(llm, computed):
     together = llm.generate([PROMPT], "a", sampling)
     # The first alone; then the others' rest beside its first decode row.
     assert computed[:2] == [len(PROMPT), 1 + 2 * (len(PROMPT) - 32)]
-    llm._engine._pages.check_integrity()
+    llm._loop.scheduler.check_integrity()
     for j, out in enumerate(together):
         alone = pj.SamplingParams(temperature=1.0, seed=5 + j, max_new_tokens=4)
         assert answer(llm, "a", sampling=alone).token_ids == out.token_ids

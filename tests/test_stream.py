@@ -77,7 +77,7 @@ def test_a_stream_that_is_left(llm, together, leave, num_pieces):
             for number, _ in enumerate(llm.stream(PROMPTS, ADAPTERS, GREEDY)):
                 if number == num_pieces:
                     raise KeyError
-    assert not llm._engine.busy
+    assert not llm._loop.busy
     assert llm.generate(PROMPTS, ADAPTERS, GREEDY) == together
 
 
@@ -137,19 +137,19 @@ def test_closing(llm, together):
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 @pytest.mark.parametrize("call", ["generate", "stream"])
 def test_a_step_that_fails_harms_nobody_later(llm, together, monkeypatch, call, error):
-    step = llm._runner.step
+    launch = llm._runner.launch
     steps = iter(range(3))
 
     def fail(*args):
         if next(steps, None) is None:
             raise error("in the middle")
-        return step(*args)
+        return launch(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(llm._runner, "step", fail)
+        patch.setattr(llm._runner, "launch", fail)
         with pytest.raises(error, match="in the middle"):
             list(getattr(llm, call)(PROMPTS, ADAPTERS, GREEDY))
-    assert not llm._engine.busy
+    assert not llm._loop.busy
     assert llm.generate(PROMPTS, ADAPTERS, GREEDY) == together
 
 

@@ -19,11 +19,19 @@ from punica_jax.models._lora import (
     GroupPools,
     LayerPools,
     LoraPools,
+    SlotTables,
+    put_slot,
     set_slot,
     slot_tables,
+    write_group_page,
     write_page,
 )
-from punica_jax.models._peft import read_adapter, read_rank, save_adapter
+from punica_jax.models._peft import (
+    make_adapter,
+    read_adapter,
+    read_rank,
+    save_adapter,
+)
 from punica_jax.models._peft_config import AdapterError, UnsupportedAdapterError
 from punica_jax.models._rope import RopeScaling
 
@@ -48,16 +56,20 @@ __all__ = [
     "ReportRow",
     "RopeScaling",
     "SeqTable",
+    "SlotTables",
     "UnsupportedAdapterError",
     "UnsupportedConfigError",
     "check_dtype",
     "dense_causal_attention",
     "load_model",
+    "make_adapter",
+    "put_slot",
     "read_adapter",
     "read_rank",
     "save_adapter",
     "save_model",
     "set_slot",
     "slot_tables",
+    "write_group_page",
     "write_page",
 ]

@@ -3,10 +3,11 @@
 Knows nothing of the files it came from, of the device, or of slots.
 """
 
+import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -81,11 +82,12 @@ class Factors(NamedTuple):
 
 
 class Adapter:
-    """One adapter's weights in host memory, with their true ranks.
+    """One adapter's weights in host memory, cut into rank pages as the device has them.
 
     Attributes:
       report: what it binds.
       dtype: of its weights, here and on the device.
+      rank: the greatest rank of any module.
     """
 
     def __init__(
@@ -97,26 +99,36 @@ class Adapter:
     ) -> None:
         self.report = report
         self.dtype = dtype
-        self._config = config
-        self._factors = dict(factors)
+        self.rank = max(a.shape[0] for a, _ in factors.values())
         self._counts = {
             group: np.zeros((config.num_layers, len(modules)), np.int32)
             for group, modules in MODULE_GROUPS.items()
         }
-        for module, (a, _) in self._factors.items():
+        for module, (a, _) in factors.items():
             pages = -(-a.shape[0] // RANK_PAGE)
             modules = slice(module.index, module.index + module.num_modules)
             self._counts[module.group][module.layer, modules] = pages
-
-    @property
-    def rank(self) -> int:
-        """The greatest rank of any module."""
-        return max(a.shape[0] for a, _ in self._factors.values())
+        self._pages = {
+            group: self._cut(config, factors, group) for group in MODULE_GROUPS
+        }
 
     @property
     def nbytes(self) -> int:
-        """Bytes of host memory that the weights take."""
-        return sum(a.nbytes + b.nbytes for a, b in self._factors.values())
+        """Bytes of host memory that the weights take, as many as on the device."""
+        return sum(
+            a.nbytes + b.nbytes for pages in self._pages.values() for a, b in pages
+        )
+
+    def digest(self) -> str:
+        """Return what two adapters share only if their weights are the same."""
+        digest = hashlib.blake2b(str(self.dtype).encode(), digest_size=16)
+        for group, pages in self._pages.items():
+            digest.update(f"{group} {len(pages)}".encode())
+            digest.update(self._counts[group].data)
+            for page in pages:
+                for array in page:
+                    digest.update(array.view(np.uint8).data)
+        return digest.hexdigest()
 
     def counts(self, group: str) -> np.ndarray:
         """Return the rank pages that each module uses: `i32[layers, C]`."""
@@ -125,24 +137,6 @@ class Adapter:
     def num_pages(self, group: str) -> int:
         """Return the rank pages that the group needs, 0 if it has no LoRA at all."""
         return int(self._counts[group].max())
-
-    def page_writes(
-        self, pages: Mapping[str, Sequence[int]]
-    ) -> Iterator[dict[str, Any]]:
-        """Yield the arguments of `write_page` beside the pools, one page after another.
-
-        Args:
-          pages: module group -> the pages that are the adapter's, in rank order.
-        """
-        for group, numbers in pages.items():
-            for index, page in enumerate(numbers):
-                a_page, b_page = self.page(group, index)
-                yield {
-                    "group": group,
-                    "page": np.int32(page),
-                    "a_page": a_page,
-                    "b_page": b_page,
-                }
 
     def page(self, group: str, index: int) -> tuple[np.ndarray, np.ndarray]:
         """Cut out ranks `16 index` to `16 index + 15` of one group, in every layer.
@@ -155,24 +149,32 @@ class Adapter:
           `a [layers, C, 16, d_in]` and `b [layers, 16, d_out_total]`, in `dtype`; zeros
           where a module has no such rank.
         """
-        assert 0 <= index < self.num_pages(group), (group, index)
-        config, d_outs = self._config, self._config.d_outs(group)
-        layers, first = config.num_layers, index * RANK_PAGE
-        a_page = np.zeros(
-            (layers, len(d_outs), RANK_PAGE, config.d_in(group)), self.dtype
-        )
-        b_page = np.zeros((layers, RANK_PAGE, sum(d_outs)), self.dtype)
-        for module, (a, b) in self._factors.items():
+        return self._pages[group][index]
+
+    def _cut(
+        self, config: LlamaConfig, factors: Mapping[BaseModule, Factors], group: str
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Lay out one group's pages."""
+        layers, d_outs = config.num_layers, config.d_outs(group)
+        a_shape = (layers, len(d_outs), RANK_PAGE, config.d_in(group))
+        b_shape = (layers, RANK_PAGE, sum(d_outs))
+        pages = [
+            (np.zeros(a_shape, self.dtype), np.zeros(b_shape, self.dtype))
+            for _ in range(self.num_pages(group))
+        ]
+        for module, (a, b) in factors.items():
             if module.group != group:
                 continue
-            lanes = max(0, min(a.shape[0] - first, RANK_PAGE))
             start = sum(d_outs[: module.index])
             columns = slice(start, start + module.d_out)
             # A linear layer that is several modules has one A, and they all use it.
             modules = slice(module.index, module.index + module.num_modules)
-            a_page[module.layer, modules, :lanes] = a[first : first + lanes]
-            b_page[module.layer, :lanes, columns] = b[:, first : first + lanes].T
-        return a_page, b_page
+            for index, first in enumerate(range(0, a.shape[0], RANK_PAGE)):
+                a_page, b_page = pages[index]
+                lanes = min(a.shape[0] - first, RANK_PAGE)
+                a_page[module.layer, modules, :lanes] = a[first : first + lanes]
+                b_page[module.layer, :lanes, columns] = b[:, first : first + lanes].T
+        return pages
 
 
 def delta_norm(a: np.ndarray, b: np.ndarray, scale: float) -> float:

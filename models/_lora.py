@@ -146,6 +146,22 @@ class LoraPools:
         return LayerPools(*(self.group(g).layer(index) for g in LayerPools._fields))
 
     @property
+    def tables(self) -> "PoolTables":
+        """What says whose pages are whose: no weights."""
+        groups = {group: self.group(group) for group in MODULE_GROUPS}
+        return {name: (one.page_table, one.num_pages) for name, one in groups.items()}
+
+    def replace_tables(self, tables: "PoolTables") -> "LoraPools":
+        """Return the same weights under other tables."""
+        groups = {
+            group: dataclasses.replace(
+                self.group(group), page_table=page_table, num_pages=num_pages
+            )
+            for group, (page_table, num_pages) in tables.items()
+        }
+        return dataclasses.replace(self, **groups)
+
+    @property
     def num_layers(self) -> int:
         return len(self.qkv.a)
 
@@ -174,6 +190,8 @@ class LoraPools:
 
 
 SlotTables = dict[str, tuple[Any, Any]]
+# Group -> its page table, and per layer how many pages each slot's modules use.
+PoolTables = dict[str, tuple[Array, tuple[Array, ...]]]
 
 
 def slot_tables(
@@ -229,18 +247,32 @@ def write_page(
     Returns:
       The pools, and whether all the page's values are finite.
     """
-    old = pools.group(group)
-    assert a_page.shape == (pools.num_layers, *old.a[0].shape[1:]), a_page.shape
-    assert b_page.shape == (pools.num_layers, *old.b[0].shape[1:]), b_page.shape
-    assert a_page.dtype == b_page.dtype == pools.dtype, (a_page.dtype, b_page.dtype)
+    written, finite = write_group_page(pools.group(group), page, a_page, b_page)
+    return dataclasses.replace(pools, **{group: written}), finite
+
+
+def write_group_page(
+    pools: GroupPools,
+    page: Int[ArrayLike, ""],
+    a_page: Float[Array | np.ndarray, "layers C lanes d_in"],
+    b_page: Float[Array | np.ndarray, "layers lanes d_out_total"],
+) -> tuple[GroupPools, Bool[Array, ""]]:
+    """Do what `write_page` does, with the pools of that group alone.
+
+    A launch costs the host time for every array that goes through it: a fourth of them
+    is a fourth of the time.
+    """
+    layers, dtype = len(pools.a), pools.a[0].dtype
+    assert a_page.shape == (layers, *pools.a[0].shape[1:]), a_page.shape
+    assert b_page.shape == (layers, *pools.b[0].shape[1:]), b_page.shape
+    assert a_page.dtype == b_page.dtype == dtype, (a_page.dtype, b_page.dtype)
     put = lax.dynamic_update_index_in_dim
-    new = dataclasses.replace(
-        old,
-        a=tuple(put(a, a_page[i], page, 0) for i, a in enumerate(old.a)),
-        b=tuple(put(b, b_page[i], page, 0) for i, b in enumerate(old.b)),
+    written = dataclasses.replace(
+        pools,
+        a=tuple(put(a, a_page[i], page, 0) for i, a in enumerate(pools.a)),
+        b=tuple(put(b, b_page[i], page, 0) for i, b in enumerate(pools.b)),
     )
-    finite = jnp.isfinite(a_page).all() & jnp.isfinite(b_page).all()
-    return dataclasses.replace(pools, **{group: new}), finite
+    return written, jnp.isfinite(a_page).all() & jnp.isfinite(b_page).all()
 
 
 def set_slot(
@@ -258,16 +290,23 @@ def set_slot(
     Returns:
       The pools, in which rows of that slot see the new adapter, whole.
     """
+    return pools.replace_tables(put_slot(pools.tables, slot, tables))
+
+
+def put_slot(
+    shown: PoolTables,
+    slot: Int[ArrayLike, ""],
+    tables: Mapping[str, tuple[Array | np.ndarray, Array | np.ndarray]],
+) -> PoolTables:
+    """Do what `set_slot` does, with the tables alone; see `write_group_page`."""
     assert tables.keys() == MODULE_GROUPS.keys(), sorted(tables)
     put = lax.dynamic_update_index_in_dim
-    groups = {}
-    for group, (page_row, counts) in tables.items():
-        old = pools.group(group)
-        groups[group] = dataclasses.replace(
-            old,
-            page_table=put(old.page_table, page_row, slot, 0),
-            num_pages=tuple(
-                put(used, counts[i], slot, 0) for i, used in enumerate(old.num_pages)
+    return {
+        group: (
+            put(shown[group][0], page_row, slot, 0),
+            tuple(
+                put(used, counts[i], slot, 0) for i, used in enumerate(shown[group][1])
             ),
         )
-    return dataclasses.replace(pools, **groups)
+        for group, (page_row, counts) in tables.items()
+    }

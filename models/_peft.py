@@ -10,7 +10,7 @@ import os
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,12 @@ from punica_jax.models._adapter import (
 )
 from punica_jax.models._base_modules import BaseModule, base_modules
 from punica_jax.models._config import LlamaConfig
-from punica_jax.models._peft_binding import bind_tensors, listed, tensor_name
+from punica_jax.models._peft_binding import (
+    Binding,
+    bind_tensors,
+    listed,
+    tensor_name,
+)
 from punica_jax.models._peft_config import (
     AdapterError,
     PeftLoraConfig,
@@ -45,6 +50,7 @@ __all__ = [
     "AdapterReport",
     "ReportRow",
     "UnsupportedAdapterError",
+    "make_adapter",
     "read_adapter",
     "read_rank",
     "save_adapter",
@@ -65,7 +71,7 @@ def read_adapter(
 ) -> Adapter:
     """Read a PEFT directory, and check all of it against the base model.
 
-    Takes the adapter's own size in host memory, in `dtype`, and one tensor more.
+    Takes host memory for its rank pages in `dtype`, and for the tensors while it reads.
 
     Args:
       path: the directory.
@@ -135,26 +141,7 @@ def save_adapter(
     Raises:
       AdapterError: the tensors do not fit the base model or the fields.
     """
-    known = {module.path: module for module in base_modules(config)}
-    factors = {
-        known[module_path]: (np.asarray(a), np.asarray(b))
-        for module_path, (a, b) in _by_path(tensors, known).items()
-    }
-    ranks = {module: a.shape[0] for module, (a, _) in factors.items()}
-    fields = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "inference_mode": True,
-        "bias": "none",
-        **_describe(ranks, config.num_layers, fields.get("r")),
-        **fields,
-    }
-    fields.setdefault("lora_alpha", fields["r"])
-    arrays = {}
-    for module, (a, b) in factors.items():
-        # safetensors writes the buffer as it lies, whatever the strides are
-        arrays[tensor_name(module.path, "A")] = np.ascontiguousarray(a)
-        arrays[tensor_name(module.path, "B")] = np.ascontiguousarray(b)
+    fields, arrays = _as_files(config, tensors, fields)
     shapes = {name: array.shape for name, array in arrays.items()}
     bind_tensors(PeftLoraConfig.from_fields(fields), config, shapes)
     path = Path(path)
@@ -162,6 +149,59 @@ def save_adapter(
     text = json.dumps(fields, indent=2, sort_keys=True)
     (path / CONFIG_FILE).write_text(text + "\n", encoding="utf-8")
     save_file(arrays, path / WEIGHTS_FILE, metadata={"format": "pt"})
+
+
+def make_adapter(
+    config: LlamaConfig,
+    tensors: Mapping[str | tuple[int, str], tuple[Any, Any]],
+    *,
+    dtype: Any,
+    **fields: Any,
+) -> Adapter:
+    """Make an adapter of arrays, without files: as if they were saved and read.
+
+    Args:
+      config: the base model's.
+      tensors: see `save_adapter`.
+      dtype: see `read_adapter`.
+      **fields: see `save_adapter`.
+
+    Raises:
+      AdapterError: the tensors do not fit the base model or the fields.
+    """
+    fields, arrays = _as_files(config, tensors, fields)
+    shapes = {name: array.shape for name, array in arrays.items()}
+    bindings = bind_tensors(PeftLoraConfig.from_fields(fields), config, shapes)
+    return _adapter_of(bindings, arrays.__getitem__, config, np.dtype(dtype))
+
+
+def _as_files(
+    config: LlamaConfig,
+    tensors: Mapping[str | tuple[int, str], tuple[Any, Any]],
+    fields: Mapping[str, Any],
+) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Return the fields and the named tensors that PEFT would have in its files."""
+    known = {module.path: module for module in base_modules(config)}
+    factors = {
+        known[module_path]: (np.asarray(a), np.asarray(b))
+        for module_path, (a, b) in _by_path(tensors, known).items()
+    }
+    ranks = {module: a.shape[0] for module, (a, _) in factors.items()}
+    all_fields = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "inference_mode": True,
+        "bias": "none",
+        **_describe(ranks, config.num_layers, fields.get("r")),
+        **fields,
+    }
+    all_fields.setdefault("lora_alpha", all_fields["r"])
+    arrays = {}
+    for module, (a, b) in factors.items():
+        # safetensors writes the buffer as it lies, whatever the strides are
+        arrays[tensor_name(module.path, "A")] = np.ascontiguousarray(a)
+        arrays[tensor_name(module.path, "B")] = np.ascontiguousarray(b)
+    return all_fields, arrays
 
 
 @contextlib.contextmanager
@@ -239,11 +279,20 @@ def _read_weights(
             f"weights must be of dtype {', '.join(_DTYPES)}, got {listed(sorted(odd))}"
         )
     shapes = {name: info.shape for name, info in file.tensors.items()}
-    bindings = bind_tensors(lora, config, shapes)
+    return _adapter_of(bind_tensors(lora, config, shapes), file.read, config, dtype)
+
+
+def _adapter_of(
+    bindings: Mapping[BaseModule, Binding],
+    read: Callable[[str], np.ndarray],
+    config: LlamaConfig,
+    dtype: np.dtype,
+) -> Adapter:
+    """Make an adapter of tensors that are read by their names."""
     factors: dict[BaseModule, Factors] = {}
     rows = []
     for module, (a_name, b_name, rank, scale) in bindings.items():
-        a, b = file.read(a_name), file.read(b_name)
+        a, b = read(a_name), read(b_name)
         norm = delta_norm(a, b, scale)
         rows.append(ReportRow(module.layer, module.name, rank, scale, norm))
         factors[module] = fold_scale(a, b, scale, dtype)

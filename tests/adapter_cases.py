@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
+from punica_jax.models import write_page
 from punica_jax.models._config import LlamaConfig
 
 # All widths differ (q 32, kv 16, hidden 24, mlp 40), so a mixed-up axis fails.
@@ -89,3 +90,13 @@ def write_peft(
     (path / "adapter_config.json").write_text(json.dumps(fields))
     save_file(dict(tensors), path / "adapter_model.safetensors")
     return path
+
+
+def write_pages(pools, adapter, pages, write=write_page):
+    """Write an adapter to its pages: group -> their numbers, in rank order."""
+    for group, numbers in pages.items():
+        for index, page in enumerate(numbers):
+            arrays = adapter.page(group, index)
+            pools, finite = write(pools, group, np.int32(page), *arrays)
+            assert finite
+    return pools

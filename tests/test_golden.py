@@ -20,6 +20,7 @@ from punica_jax.models._llama import Llama
 from punica_jax.models._lora import LoraPools, set_slot, slot_tables, write_page
 from punica_jax.models._peft import read_adapter
 from punica_jax.pallas_kernels import segment_metadata
+from tests.adapter_cases import write_pages
 
 ROOT = Path(__file__).parent / "golden" / "llama"
 MODELS = sorted(path.name for path in ROOT.iterdir())
@@ -84,9 +85,7 @@ def load_pools(model: Llama, folder: Path, names: list[str]) -> LoraPools:
         pages = {}
         for group in MODULE_GROUPS:
             pages[group] = [free[group].pop() for _ in range(adapter.num_pages(group))]
-        for arguments in adapter.page_writes(pages):
-            pools, finite = write(pools, **arguments)
-            assert finite
+        pools = write_pages(pools, adapter, pages, write)
         counts = {group: adapter.counts(group) for group in MODULE_GROUPS}
         tables = slot_tables(pools, pages, counts)
         pools = set_slot(pools, jnp.int32(slot), jax.tree.map(jnp.asarray, tables))

@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 
 from punica_jax.batch import Batch, Buckets
+from punica_jax.chunk import Chunk
 from punica_jax.models import (
     MODULE_GROUPS,
     CachedAttention,
@@ -18,10 +19,9 @@ from punica_jax.models import (
     read_adapter,
     set_slot,
     slot_tables,
-    write_page,
 )
 from punica_jax.pallas_kernels import segment_metadata
-from punica_jax.sequence import Chunk
+from tests.adapter_cases import write_pages
 from tests.tiny_checkpoint import CONFIG
 
 GPU = pytest.param("pallas_triton", marks=pytest.mark.gpu)
@@ -42,9 +42,7 @@ def place(pools, slot, adapter, pages):
     owned = {}
     for group in MODULE_GROUPS:
         owned[group] = pages[: adapter.num_pages(group)]
-    for arguments in adapter.page_writes(owned):
-        pools, finite = write_page(pools, **arguments)
-        assert finite
+    pools = write_pages(pools, adapter, owned)
     counts = {group: adapter.counts(group) for group in MODULE_GROUPS}
     tables = slot_tables(pools, owned, counts)
     return set_slot(pools, jnp.int32(slot), jax.tree.map(jnp.asarray, tables))

@@ -101,9 +101,9 @@ def _load_adapters(
         for group, num in num_pages[slot].items():
             pages[group] = range(first[group], first[group] + num)
             first[group] += num
-        assert runner.write_adapter(adapter, pages)
-        runner.show_adapter(slot, adapter, pages)
-    return runner.pools, [adapter.report for adapter in loaded]
+        assert runner.adapters.write(adapter, pages)
+        runner.adapters.show(slot, adapter, pages)
+    return runner.adapters.pools, [adapter.report for adapter in loaded]
 
 
 def _generate(

@@ -1,6 +1,6 @@
 """Adapters' way from a directory to the device, and off it.
 
-Knows files, the table of who owns which pages, and the runner that writes them.
+Knows files, the table of who owns which pages, and the pools that they are written to.
 """
 
 import os
@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from punica_jax.adapters import AdapterCapacityError, AdapterTable, LoadedAdapter
+from punica_jax.adapters import AdapterTable
+from punica_jax.device_pools import DevicePools
 from punica_jax.hub import local_dir
 from punica_jax.models import (
     MODULE_GROUPS,
@@ -17,7 +18,7 @@ from punica_jax.models import (
     read_adapter,
     read_rank,
 )
-from punica_jax.runner import Runner
+from punica_jax.placements import AdapterCapacityError, LoadedAdapter
 from punica_jax.sizes import Sizes
 
 
@@ -73,21 +74,21 @@ class AdapterLoader:
 
     def __init__(
         self,
-        runner: Runner,
+        device: DevicePools,
         table: AdapterTable,
         config: LlamaConfig,
         base_name: str | None,
     ):
-        """Take a runner and the table of its adapters.
+        """Take the pools and the table of their adapters.
 
         Args:
-          runner: holds the pools.
+          device: holds the pools.
           table: says which slots and pages are whose.
           config: the base model's.
           base_name: what the base is called, for adapters that name theirs; None if
             nobody knows.
         """
-        self._runner = runner
+        self._device = device
         self._table = table
         self._config = config
         self._base_name = base_name
@@ -103,19 +104,22 @@ class AdapterLoader:
         """Load an adapter; see `LLM.load_adapter`."""
         folder = local_dir(path, "adapter", progress=progress)
         adapter = read_adapter(
-            folder, self._config, dtype=self._runner.dtype, base_name=self._base_name
+            folder,
+            self._config,
+            dtype=self._device.pools.dtype,
+            base_name=self._base_name,
         )
         num_pages = {group: adapter.num_pages(group) for group in MODULE_GROUPS}
         placement = self._table.allocate(name, num_pages, adapter.rank)
         try:
-            finite = self._runner.write_adapter(adapter, placement.pages)
+            finite = self._device.write(adapter, placement.pages)
             if not finite and not allow_nan:
                 raise AdapterError(
                     f"adapter {name!r} at {path} has weights that are NaN or "
                     "infinite; all must be finite (allow_nan=True loads it all "
                     "the same)"
                 )
-            self._runner.show_adapter(placement.slot, adapter, placement.pages)
+            self._device.show(placement.slot, adapter, placement.pages)
         except BaseException:
             self._table.cancel(placement)
             raise
@@ -124,4 +128,4 @@ class AdapterLoader:
 
     def unload(self, name: str) -> None:
         """Forget an adapter; see `LLM.unload_adapter`."""
-        self._runner.clear_slot(self._table.free(name).slot)
+        self._device.clear_slot(self._table.free(name).slot)

@@ -13,78 +13,24 @@ the device switches in one step.
 
 import heapq
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
+
+from punica_jax.placements import (
+    BASE_VERSION,
+    NO_SLOT,
+    AdapterCapacityError,
+    Held,
+    LoadedAdapter,
+    Placement,
+    UnknownAdapterError,
+)
 
 if TYPE_CHECKING:
     from punica_jax.models._peft import AdapterReport
 
-NO_SLOT = -1
-BASE_VERSION = 0  # of the base model without an adapter
 _MAX_LISTED = 8
-
-
-class UnknownAdapterError(ValueError, KeyError):
-    """A name that no loaded adapter has."""
-
-    __str__ = Exception.__str__  # KeyError's would put the message in quotes
-
-
-class AdapterCapacityError(ValueError):
-    """An adapter does not fit into what is free, or into what there is at all."""
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """Room reserved for one adapter.
-
-    Attributes:
-      name: the adapter's.
-      slot: from 0.
-      pages: module group -> its pages in rank order.
-    """
-
-    name: str
-    slot: int
-    pages: Mapping[str, tuple[int, ...]]
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedAdapter:
-    """An adapter that rows can use.
-
-    Attributes:
-      name: what requests call it.
-      slot: its slot, from 0.
-      pages: module group -> its pages in rank order.
-      report: which modules it changes, and by how much.
-      version: stands for these weights and never for others, under this or any name.
-    """
-
-    name: str
-    slot: int
-    pages: Mapping[str, tuple[int, ...]]
-    report: "AdapterReport"
-    version: int
-
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """A loaded adapter, or the base alone, as rows of a sequence need it.
-
-    Attributes:
-      slot: its slot, -1 for the base alone.
-      weights: stands for these weights and never for others.
-      ready: whether rows can use it; a loaded one always is.
-      error: what is wrong with it; nothing is with a loaded one.
-    """
-
-    slot: int
-    weights: int
-    ready: bool = True
-    error: None = None
 
 
 class AdapterTable(Mapping[str, LoadedAdapter]):
@@ -132,7 +78,11 @@ class AdapterTable(Mapping[str, LoadedAdapter]):
         return self._loaded[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._loaded)
+        return iter(self.snapshot())
+
+    def snapshot(self) -> dict[str, LoadedAdapter]:
+        """Return all of them as they are now; in any thread."""
+        return self._loaded.copy()
 
     def __len__(self) -> int:
         return len(self._loaded)
@@ -167,6 +117,14 @@ class AdapterTable(Mapping[str, LoadedAdapter]):
         """
         return Held(self.slot_of(name), self.version_of(name))
 
+    def is_here(self, name: str | None) -> bool:
+        """Say so: a loaded adapter takes no more room."""
+        return True
+
+    def lacks_room(self, name: str | None) -> bool:
+        """Say no: a loaded adapter has it."""
+        return False
+
     def release(self, resident: Any) -> None:
         """Do nothing: a loaded adapter stays until it is unloaded."""
 
@@ -184,6 +142,46 @@ class AdapterTable(Mapping[str, LoadedAdapter]):
             bool(name)
             and name not in self._pending
             and self._why_not(name, num_pages, rank) is None
+        )
+
+    @property
+    def groups(self) -> Iterable[str]:
+        """The module groups that have rank pages."""
+        return self._num_pages.keys()
+
+    def why_never(self, num_pages: Mapping[str, int], rank: int) -> str | None:
+        """Return why an adapter would not fit an empty table, None if it would."""
+        if rank > self._max_rank:
+            return (
+                f"its rank is {rank}, above max_rank = {self._max_rank}; raise max_rank"
+            )
+        for group, count in num_pages.items():
+            if count > self._num_pages[group]:
+                return (
+                    f"it needs {count} rank pages of group {group}, of which there are "
+                    f"{self._num_pages[group]}; raise adapter_memory or num_slots"
+                )
+        return None
+
+    def would_fit(
+        self,
+        num_pages: Mapping[str, int],
+        leaving: Sequence[Placement],
+        *,
+        num_spare: int = 0,
+    ) -> bool:
+        """Tell whether a new adapter would fit if some placements were given back.
+
+        Args:
+          num_pages: see `allocate`.
+          leaving: the placements.
+          num_spare: slots that must be left free beside it.
+        """
+        return len(self._free_slots) + len(leaving) > num_spare and all(
+            count
+            <= self.num_free_pages(group)
+            + sum(len(one.pages[group]) for one in leaving)
+            for group, count in num_pages.items()
         )
 
     def allocate(self, name: str, num_pages: Mapping[str, int], rank: int) -> Placement:
@@ -283,10 +281,8 @@ class AdapterTable(Mapping[str, LoadedAdapter]):
         self, name: str, num_pages: Mapping[str, int], rank: int
     ) -> str | None:
         """Return why an adapter cannot be placed, None if it can."""
-        if rank > self._max_rank:
-            return (
-                f"its rank is {rank}, above max_rank = {self._max_rank}; raise max_rank"
-            )
+        if reason := self.why_never(num_pages, rank):
+            return reason
         replaces = name in self._loaded
         if not replaces and not self._free_slots:
             return (
@@ -295,11 +291,6 @@ class AdapterTable(Mapping[str, LoadedAdapter]):
             )
         for group, count in num_pages.items():
             free, total = self.num_free_pages(group), self._num_pages[group]
-            if count > total:
-                return (
-                    f"it needs {count} rank pages of group {group}, of which there are "
-                    f"{total}; raise adapter_memory or num_slots"
-                )
             if count > free:
                 beside = " (the one it replaces stays until it is ready)"
                 return (

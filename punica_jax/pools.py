@@ -6,18 +6,13 @@ For callers who hold a model themselves; `LLM` loads and unloads by name instead
 from collections.abc import Sequence
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
-
+from punica_jax.device_pools import DevicePools
 from punica_jax.models import (
     MODULE_GROUPS,
     AdapterError,
     Llama,
     LoraPools,
     read_adapter,
-    set_slot,
-    slot_tables,
-    write_page,
 )
 
 
@@ -51,8 +46,7 @@ def load_adapters(model: Llama, paths: Sequence[str | Path]) -> LoraPools:
         max_rank=max(adapter.rank for adapter in adapters),
         dtype=dtype,
     )
-    write = jax.jit(write_page, static_argnames="group", donate_argnums=0)
-    show = jax.jit(set_slot, donate_argnums=0)
+    device = DevicePools(pools)
     used = dict.fromkeys(MODULE_GROUPS, 0)
     for slot, (path, adapter) in enumerate(zip(paths, adapters, strict=True)):
         pages = {}
@@ -60,13 +54,10 @@ def load_adapters(model: Llama, paths: Sequence[str | Path]) -> LoraPools:
             first = used[group]
             used[group] += adapter.num_pages(group)
             pages[group] = range(first, used[group])
-        for arguments in adapter.page_writes(pages):
-            pools, finite = write(pools, **arguments)
-            if not finite:
-                raise AdapterError(
-                    f"adapter {path} has weights that are NaN or infinite; all must "
-                    "be finite"
-                )
-        counts = {group: adapter.counts(group) for group in MODULE_GROUPS}
-        pools = show(pools, jnp.int32(slot), slot_tables(pools, pages, counts))
-    return pools
+        if not device.write(adapter, pages):
+            raise AdapterError(
+                f"adapter {path} has weights that are NaN or infinite; all must be "
+                "finite"
+            )
+        device.show(slot, adapter, pages)
+    return device.pools

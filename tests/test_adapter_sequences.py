@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from punica_jax.adapters import AdapterCapacityError, UnknownAdapterError
+from punica_jax.placements import AdapterCapacityError, UnknownAdapterError
 from tests.test_adapters import REPORT, state, table
 
 NAMES = st.sampled_from("abcde")

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 import punica_jax.adapters
-from punica_jax.adapters import (
+from punica_jax.adapters import AdapterTable
+from punica_jax.models._peft import AdapterReport, ReportRow
+from punica_jax.placements import (
     AdapterCapacityError,
-    AdapterTable,
     LoadedAdapter,
     UnknownAdapterError,
 )
-from punica_jax.models._peft import AdapterReport, ReportRow
 
 REPORT = AdapterReport((ReportRow(0, "self_attn.q_proj", 8, 2.0, 0.5),))
 OTHER_REPORT = AdapterReport((ReportRow(1, "mlp.down_proj", 4, 1.0, 0.1),))

@@ -1,0 +1,106 @@
+"""Where adapters come from: directories, ids of the hub, arrays.
+
+Knows names, files and the base model they must fit; reads nothing before it is asked.
+"""
+
+import functools
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from punica_jax.base_model import BaseModel
+from punica_jax.hub import local_dir
+from punica_jax.models import Adapter, LlamaConfig, make_adapter, read_adapter
+
+# A PEFT directory or an id of the hub, or weights: see `save_adapter`.
+AdapterSource: TypeAlias = (
+    str
+    | os.PathLike[str]
+    | Mapping[str, tuple[Any, Any]]
+    | Mapping[tuple[int, str], tuple[Any, Any]]
+    | Mapping[str | tuple[int, str], tuple[Any, Any]]
+)
+_CONFIG_FILE = "adapter_config.json"
+
+
+class AdapterSources:
+    """Ways to read adapters of one base model into host memory."""
+
+    def __init__(self, base: BaseModel, folder: str | os.PathLike[str] | None):
+        """Take the base, and a directory of PEFT directories, if there is one.
+
+        Raises:
+          ValueError: there is no such directory.
+        """
+        self._config, self._dtype = base.config, np.dtype(base.dtype)
+        self._base_name = base.published_name
+        self._folder = None if folder is None else Path(folder)
+        if self._folder is not None and not self._folder.is_dir():
+            raise ValueError(f"adapters_dir must be a directory, got {folder!r}")
+
+    def readers(
+        self, adapters: Mapping[str, AdapterSource] | None
+    ) -> dict[str, Callable[[], Adapter]]:
+        """Return what reads each of a first set of adapters.
+
+        Raises:
+          ValueError: it is no mapping, or has a bad name.
+        """
+        if not isinstance(adapters, Mapping | None):
+            raise ValueError(
+                "adapters must map names to directories or ids of the hub, such as "
+                f'{{"legal": "path/to/adapter"}}, got {adapters!r}'
+            )
+        items = (adapters or {}).items()
+        return {name: self.reader(name, source, {}) for name, source in items}
+
+    def reader(
+        self, name: str, source: AdapterSource, fields: Mapping[str, Any]
+    ) -> Callable[[], Adapter]:
+        """Return what reads an adapter, in any thread.
+
+        Args:
+          name: what it is to be called.
+          source: where it is.
+          fields: of `adapter_config.json`, for weights that have no file.
+
+        Raises:
+          ValueError: the name is empty or no text, or fields are given for files.
+        """
+        if not isinstance(name, str) or not name:
+            raise ValueError(
+                f"an adapter's name must be a text, not empty, got {name!r}"
+            )
+        if isinstance(source, Mapping):
+            return functools.partial(
+                make_adapter, self._config, source, dtype=self._dtype, **fields
+            )
+        if fields:
+            raise ValueError(
+                f"only weights take fields of {_CONFIG_FILE}, got {sorted(fields)}"
+            )
+        return functools.partial(
+            _read, source, self._config, dtype=self._dtype, base_name=self._base_name
+        )
+
+    def find(self, name: str) -> Callable[[], Adapter] | None:
+        """Return what reads the directory's adapter of that name, if there is one."""
+        if self._folder is None or not isinstance(name, str):
+            return None
+        path = self._folder / name
+        # A name that is a path must not lead out of the directory, nor be another
+        # name of what is in it ("a/", "./a").
+        if path.parent != self._folder or path.name != name or name == "..":
+            return None
+        if not os.path.isfile(path / _CONFIG_FILE):  # False for a name too long
+            return None
+        return self.reader(name, path, {})
+
+
+def _read(
+    source: str | os.PathLike[str], config: LlamaConfig, **options: Any
+) -> Adapter:
+    return read_adapter(local_dir(source, "adapter"), config, **options)

@@ -1,0 +1,136 @@
+"""What adapters are called, and which weights a name stands for now.
+
+Plain Python: knows names and versions; where a version is, and who holds it, is
+`residence`.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+
+from punica_jax.placements import UnknownAdapterError
+from punica_jax.stats import AdapterStats
+from punica_jax.versions import HostAdapter, Version
+
+_MAX_LISTED = 8
+
+
+class AdapterRegistry(Mapping[str, Version]):
+    """The adapters that requests may name.
+
+    A mapping of names to the versions that new requests get. A version that a name
+    stands for no longer is retired: it goes when nobody holds it.
+    """
+
+    def __init__(self) -> None:
+        self._current: dict[str, Version] = {}
+        self._candidates: dict[Version, None] = {}  # not adopted yet
+        self._retired: dict[Version, None] = {}
+        self._wanted: dict[Version, None] = {}  # to be brought to the device
+        self._numbers = itertools.count(1)
+
+    def __getitem__(self, name: str) -> Version:
+        """Return the version that new requests get.
+
+        Raises:
+          UnknownAdapterError: no adapter has that name.
+        """
+        version = self._current.get(name) if isinstance(name, str) else None
+        if version is None:
+            known = [repr(one) for one in itertools.islice(self, _MAX_LISTED)]
+            rest = len(self) - len(known)
+            more = f" and {rest} more" if rest else ""
+            listed = f"known are {', '.join(known)}{more}" if known else "none is known"
+            raise UnknownAdapterError(f"no adapter is named {name!r}; {listed}")
+        return version
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.snapshot())
+
+    def snapshot(self) -> dict[str, Version]:
+        """Return all of them as they are now; in any thread."""
+        return self._current.copy()
+
+    def __len__(self) -> int:
+        return len(self._current)
+
+    def register(
+        self,
+        name: str,
+        read: Callable[[], HostAdapter],
+        *,
+        allow_nan: bool = False,
+        is_pinned: bool = False,
+    ) -> Version:
+        """Make an adapter known; it is read when somebody wants it.
+
+        Where the name is known already, sequences that hold the old weights keep them,
+        and others get the new ones. `read` is called in another thread.
+        """
+        version = self.prepare(name, read, allow_nan=allow_nan)
+        self.adopt(version, is_pinned=is_pinned)
+        return version
+
+    def prepare(
+        self, name: str, read: Callable[[], HostAdapter], *, allow_nan: bool = False
+    ) -> Version:
+        """Make a version that nobody can claim yet: `adopt` or `discard` it."""
+        old = self._current.get(name)
+        key = f"{name} (version {next(self._numbers)})"
+        stats = AdapterStats() if old is None else old.stats
+        version = Version(name, key, read, stats, allow_nan=allow_nan)
+        self._candidates[version] = None
+        return version
+
+    def want(self, version: Version) -> None:
+        """Bring a version to the device when there is room; it is pinned meanwhile."""
+        version.is_pinned = True
+        self._wanted[version] = None
+
+    def adopt(self, version: Version, *, is_pinned: bool = False) -> None:
+        """Let requests from now on get a version that was prepared."""
+        del self._candidates[version]
+        old = self._current.get(version.name)
+        self._current[version.name] = version
+        self.pin(version.name, is_pinned)
+        if old is not None:
+            self._retire(old)
+
+    def discard(self, version: Version) -> None:
+        """Let a version go that was prepared, unless it has been adopted."""
+        if version in self._candidates:
+            del self._candidates[version]
+            self._retire(version)
+
+    def unregister(self, name: str) -> Version:
+        """Forget a name; its weights go when the last sequence that holds them ends.
+
+        Raises:
+          UnknownAdapterError: no adapter has that name.
+        """
+        version = self[name]
+        del self._current[name]
+        self._retire(version)
+        return version
+
+    def pin(self, name: str, is_pinned: bool = True) -> None:
+        """Bring an adapter to the device and keep it there, or let it go again.
+
+        Raises:
+          UnknownAdapterError: no adapter has that name.
+        """
+        version = self[name]
+        version.is_pinned = is_pinned
+        if is_pinned:
+            self._wanted[version] = None
+        else:
+            self._wanted.pop(version, None)
+
+    def _retire(self, version: Version) -> None:
+        """Let a version go as soon as nobody holds it."""
+        self._retired[version] = None
+        self._wanted.pop(version, None)
+        self._settle(version)
+
+    def _settle(self, version: Version) -> None:
+        """Free what a version has that is retired, once nobody needs it."""
+        raise NotImplementedError

@@ -1,0 +1,189 @@
+"""One adapter's weights and where they are; the host memory of many.
+
+Plain Python: knows a name, users and bytes; what moves them is `residence`.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, Literal, Protocol
+
+from punica_jax.placements import Placement
+from punica_jax.stats import AdapterStats
+
+Tier = Literal["disk", "host", "device"]
+
+
+class HostAdapter(Protocol):
+    """An adapter in host memory: `punica_jax.models.Adapter`."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+    @property
+    def report(self) -> Any: ...
+
+    def num_pages(self, group: str) -> int: ...
+
+    def digest(self) -> str: ...
+
+
+class Device(Protocol):
+    """What copies adapters to the device: `DevicePools`."""
+
+    def stage(self, adapter: Any) -> Any:
+        """Copy an adapter to the device, beside the pools; waits. In any thread."""
+        ...
+
+    def place(
+        self, slot: int, staged: Any, pages: Mapping[str, Sequence[int]]
+    ) -> Callable[[], bool]:
+        """Write what was staged to its pages, and point the slot at them.
+
+        Does not wait. Returns what waits, and tells whether all values are finite.
+        """
+        ...
+
+
+class Version:
+    """One adapter's weights, as a name stood for them for a time.
+
+    It is known; then read into host memory; then placed: a slot and rank pages are its
+    own and the copy is under way; then ready.
+
+    Attributes:
+      name: the adapter's.
+      key: its own name in the table of what is on the device.
+      stats: those of the name.
+      weights: stands for these weights and for no others ever.
+      num_users: sequences that hold it.
+      is_pinned: whether it is brought to the device and stays there.
+      host: its weights, while they are in host memory.
+      num_pages: module group -> rank pages, and nbytes: bytes on the host; as they were
+        when it was read last.
+      placement: its slot and pages, while it has them.
+      ready: whether rows can use it.
+      lacks_room: whether room is what it waited for when it was wanted last.
+      is_transient: whether its error goes when nobody holds it any more.
+      report: which modules it changes and by how much, once it has been read.
+      loaded: done when it was ready for the first time, or failed.
+      gone: done when nothing of it is left on host and device.
+      error: what is wrong with it, as far as that is known.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        key: str,
+        read: Callable[[], HostAdapter],
+        stats: AdapterStats,
+        *,
+        allow_nan: bool,
+    ):
+        self.name = name
+        self.key = key
+        self.read = read
+        self.stats = stats
+        self.weights: Any = ("version", key)
+        self.allow_nan = allow_nan
+        self.is_pinned = False
+        self.num_users = 0
+        self.host: HostAdapter | None = None
+        self.num_pages: Mapping[str, int] = {}
+        self.nbytes: int | None = None
+        self.placement: Placement | None = None
+        self.ready = False
+        self.lacks_room = False
+        self.is_transient = False
+        self.report: Any = None
+        self.loaded: Future[None] = Future()
+        self.gone: Future[None] = Future()
+        for future in (self.loaded, self.gone):
+            future.set_running_or_notify_cancel()  # who awaits them may leave
+        self.error: Exception | None = None
+        self.asked_s: float | None = None  # since when it is wanted and not ready
+        self.is_finite: Callable[[], bool] | None = None  # None once that was looked at
+
+    @property
+    def slot(self) -> int:
+        assert self.placement is not None, self.key
+        return self.placement.slot
+
+    def verify(self) -> Exception | None:
+        """Return what is wrong with it; a step that used it must be through."""
+        if self.is_finite is not None:
+            if not self.is_finite() and not self.allow_nan:
+                self.error = ValueError(
+                    f"adapter {self.name!r} has weights that are NaN or infinite; all "
+                    "must be finite (allow_nan=True takes them all the same)"
+                )
+            self.is_finite = None
+        return self.error
+
+    @property
+    def tier(self) -> Tier:
+        """The nearest place to the device where it is, whole."""
+        if self.ready:
+            return "device"
+        return "disk" if self.host is None else "host"
+
+
+class HostCache:
+    """The adapters in host memory, in the order of their last use.
+
+    Attributes:
+      budget: most bytes, but for one that is being kept.
+      nbytes: bytes that they take.
+    """
+
+    def __init__(self, budget: float):
+        self.budget = budget
+        self.nbytes = 0
+        self._versions: dict[Version, None] = {}
+
+    def __contains__(self, version: object) -> bool:
+        return version in self._versions
+
+    def __iter__(self) -> Iterator[Version]:
+        return iter(self._versions)
+
+    def add(self, version: Version, host: HostAdapter) -> None:
+        """Take what was read of a version; others go if it is too much."""
+        version.host, version.nbytes = host, host.nbytes
+        self.nbytes += host.nbytes
+        self._versions[version] = None
+        self.trim(keep=version)
+
+    def may_read(self, version: Version) -> bool:
+        """Tell whether a version may come before there is room for it on the device.
+
+        Not again, if those that wait for room would push one another out for ever.
+        """
+        if version.nbytes is None:
+            return True
+        waiting = [one for one in self._versions if one.asked_s and not one.placement]
+        nbytes = sum(one.nbytes or 0 for one in waiting)
+        return nbytes + version.nbytes <= self.budget
+
+    def touch(self, version: Version) -> None:
+        """Take note that a version is used, if it is here."""
+        if version in self._versions:
+            del self._versions[version]
+            self._versions[version] = None
+
+    def drop(self, version: Version) -> None:
+        """Let a version's weights go, if they are here."""
+        if version.host is not None:
+            self.nbytes -= version.host.nbytes
+            version.host = None
+            del self._versions[version]
+
+    def trim(self, keep: Version | None = None) -> None:
+        """Let go what is over the budget, the one unused for longest first."""
+        for version in list(self._versions):
+            if self.nbytes <= self.budget:
+                return
+            if version is not keep:
+                self.drop(version)

@@ -1,11 +1,9 @@
 """punica-jax: many LoRA adapters over one base model, mixed in one batch, in JAX."""
 
-from punica_jax.adapters import (
-    AdapterCapacityError,
-    LoadedAdapter,
-    UnknownAdapterError,
-)
 from punica_jax.chat import ChatTemplate
+from punica_jax.engine import Engine
+from punica_jax.engine_config import EngineConfig
+from punica_jax.engine_request import EngineClosedError, QueueFullError
 from punica_jax.functional import lora
 from punica_jax.generation import generate
 from punica_jax.generation_config import GenerationConfigError
@@ -27,8 +25,23 @@ from punica_jax.models import (
     load_model,
 )
 from punica_jax.pallas_kernels import pack_adapters, segment_metadata
+from punica_jax.placements import (
+    AdapterCapacityError,
+    LoadedAdapter,
+    UnknownAdapterError,
+)
+from punica_jax.policies import FairShare, FirstComeFirstServed, LatencyTargets
 from punica_jax.pools import load_adapters
-from punica_jax.request import Completion, SamplingParams, TokenLogprobs
+from punica_jax.request import (
+    Completion,
+    DeadlineError,
+    RequestError,
+    SamplingParams,
+    Terms,
+    TokenLogprobs,
+)
+from punica_jax.request_state import RequestState
+from punica_jax.stats import AdapterStats, EngineStats, Histogram
 from punica_jax.stream import Piece, Stream
 from punica_jax.tokenizer import Tokenizer, TokenizerError
 
@@ -37,13 +50,23 @@ __all__ = [
     "AdapterCapacityError",
     "AdapterError",
     "AdapterReport",
+    "AdapterStats",
     "ChatError",
     "ChatTemplate",
     "CheckpointError",
     "Completion",
     "ConfigError",
+    "DeadlineError",
+    "Engine",
+    "EngineClosedError",
+    "EngineConfig",
+    "EngineStats",
+    "FairShare",
+    "FirstComeFirstServed",
     "GenerationConfigError",
+    "Histogram",
     "HubError",
+    "LatencyTargets",
     "Llama",
     "LlamaConfig",
     "LoadedAdapter",
@@ -51,8 +74,12 @@ __all__ = [
     "LoraPools",
     "ModelFileError",
     "Piece",
+    "QueueFullError",
+    "RequestError",
+    "RequestState",
     "SamplingParams",
     "Stream",
+    "Terms",
     "TokenLogprobs",
     "Tokenizer",
     "TokenizerError",

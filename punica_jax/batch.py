@@ -5,6 +5,7 @@ requests, text or the model.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -12,8 +13,8 @@ import jax
 import numpy as np
 from jax import Array
 
+from punica_jax.chunk import Chunk
 from punica_jax.models import SeqTable
-from punica_jax.sequence import Chunk
 
 _DECODE_ONLY = 1
 # Rows of one program for prompts' log-probabilities: 33 MB of logits at a vocabulary
@@ -130,12 +131,15 @@ class Batch:
         bounds = np.full(bucket.seqs + 1, sum(lengths), np.int32)
         bounds[: used + 1] = np.cumsum([0, *lengths])
         kv_lens = np.zeros(bucket.seqs, np.int32)
+        # Whole lists: an assignment for each row is most of a step's host time.
+        num_rows = bounds[used]
+        tokens[:num_rows] = list(itertools.chain(*(chunk.tokens for chunk in chunks)))
+        slots[:num_rows] = np.repeat(
+            np.array([chunk.slot for chunk in chunks], np.int32), lengths
+        )
+        kv_lens[:used] = [chunk.kv_len for chunk in chunks]
         for i, chunk in enumerate(chunks):
-            rows = slice(bounds[i], bounds[i + 1])
-            tokens[rows] = chunk.tokens
-            slots[rows] = chunk.slot
             page_table[i, : len(chunk.pages)] = chunk.pages
-            kv_lens[i] = chunk.kv_len
         return cls(
             tokens=tokens,
             slots=slots,

@@ -127,8 +127,10 @@ class BenchModel:
         ranks: Sequence[int],
         num_pages: int | None = None,
         max_rank: int = 64,
+        num_seats: int = 1,
         dtype: Any = jnp.bfloat16,
         adapt: Callable[[Llama], None] | None = None,
+        make_runner: Callable[..., Runner] = Runner,
     ):
         """Allocate and fill everything.
 
@@ -139,8 +141,10 @@ class BenchModel:
           ranks: each slot's adapter's rank.
           num_pages: rank pages of each group, as many as `ranks` need by default.
           max_rank: greatest rank that the tables have room for.
+          num_seats: sequences that draw tokens; one is enough for forwards alone.
           dtype: of the weights, the cache and the adapters.
           adapt: changes the model before it is compiled.
+          make_runner: makes the runner.
         """
         self.config, self.dtype = config, jnp.dtype(dtype)
         model = Llama(config, dtype=dtype, rngs=nnx.Rngs(0))
@@ -152,18 +156,18 @@ class BenchModel:
         if model.lm_head is not None:
             self.weight_bytes -= model.embed.nbytes
         self._pages_per_seq = -(-max_context // PAGE_SIZE)
-        self.runner = Runner(
+        self.runner = make_runner(
             model,
             num_kv_pages=max_rows * self._pages_per_seq,
             page_size=PAGE_SIZE,
-            num_seats=1,
+            num_seats=num_seats,
             num_slots=len(ranks),
             num_rank_pages=num_pages or sum(map(num_rank_pages, ranks)),
             max_rank=max(max_rank, *ranks),
         )
         self.runner._cache = random_like(self.runner._cache, 1.0, seed=2)
-        pools = random_like(self.runner._pools, _ADAPTER_SCALE, seed=1)
-        self.pools = self.runner._pools = set_ranks(pools, ranks)
+        pools = random_like(self.runner.adapters.pools, _ADAPTER_SCALE, seed=1)
+        self.pools = self.runner.adapters.pools = set_ranks(pools, ranks)
 
     def batch(self, slots: Slots, context: int, first_seq: int = 0) -> Batch:
         """Lay out one row for each of `slots`, in sequences of `context` tokens.
@@ -201,7 +205,7 @@ class BenchModel:
           repeats: how many times; the median counts.
         """
         # The step takes whatever pools the model's layers understand.
-        self.runner._pools = adapters
+        self.runner.adapters.pools = adapters
         for batch in {batch.bucket: batch for batch in batches}.values():
             self.runner.step(batch)
         passes = max(1, math.ceil(num_steps / len(batches)))

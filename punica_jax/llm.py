@@ -14,27 +14,18 @@ from typing import Any, Unpack
 import jax.numpy as jnp
 
 from punica_jax.adapter_loader import AdapterLoader, adapter_dirs
-from punica_jax.adapters import AdapterTable, LoadedAdapter
+from punica_jax.base_model import BaseModel
 from punica_jax.chat import ChatOptions, ChatTemplate
+from punica_jax.engine_config import EngineConfig
 from punica_jax.exclusive import Exclusive
-from punica_jax.generation_config import GenerationConfig
-from punica_jax.hub import fetch_weights, local_dir
 from punica_jax.loop import StepLoop
-from punica_jax.memory import DeviceMemory, MemoryPlan, default_device, default_dtype
-from punica_jax.model_dir import ModelDir
-from punica_jax.models import MODULE_GROUPS, LlamaConfig, load_model
-from punica_jax.pallas_kernels import resolve
+from punica_jax.placements import LoadedAdapter
 from punica_jax.progress import answering
 from punica_jax.prompts import Prompts
 from punica_jax.request import Completion, SamplingParams
-from punica_jax.runner import Runner
 from punica_jax.sequence import SequenceState, TokenCallback
-from punica_jax.sizes import Sizes
 from punica_jax.stream import Stream
 from punica_jax.summary import summary
-from punica_jax.tokenizer import Tokenizer
-
-_DEFAULT_MAX_MODEL_LEN = 2048
 
 
 class LLM:
@@ -96,78 +87,64 @@ class LLM:
             the model, or all of it does not fit the device. Whatever does not need
             the weights is checked before they are fetched and read.
         """
-        implementation = resolve(implementation)
-        files = ModelDir(local_dir(model, "model", progress=progress))
-        config = LlamaConfig.from_hf(files.config, max_model_len=max_model_len)
-        if max_model_len is None:
-            max_model_len = min(config.max_position_embeddings, _DEFAULT_MAX_MODEL_LEN)
-        sizes = Sizes(
-            max_model_len=max_model_len,
-            max_seats=max_seats,
-            num_slots=num_slots,
-            max_rank=max_rank,
-            page_size=page_size,
+        base = BaseModel(
+            model,
+            EngineConfig(
+                dtype=dtype,
+                max_model_len=max_model_len,
+                max_seats=max_seats,
+                num_slots=num_slots,
+                max_rank=max_rank,
+                page_size=page_size,
+                kv_memory=kv_memory,
+                adapter_memory=adapter_memory,
+                implementation=implementation,
+                progress=progress,
+            ),
         )
-        sizes.check_model(config)
-        device = default_device()
-        dtype = default_dtype(device) if dtype is None else dtype
-        self._plan = MemoryPlan.of(
-            config,
-            sizes,
-            dtype,
-            DeviceMemory.of(device),
-            kv_memory=kv_memory,
-            adapter_memory=adapter_memory,
-            implementation=implementation,
-        )
-        sizes = self._plan.sizes
-        self.config = config
-        self.max_model_len = max_model_len
-        self.tokenizer = Tokenizer.from_dir(files)
-        self.chat_template = ChatTemplate.from_dir(files)
-        defaults = GenerationConfig.from_dir(files)
-        self.default_sampling = defaults.sampling
-        self._unused_defaults = defaults.unused
-        self._name = files.model_name
+        self._base = base
+        self.config = base.config
+        self.max_model_len = base.sizes.max_model_len
+        self.tokenizer = base.tokenizer
+        self.default_sampling = base.defaults.sampling
         self._progress = progress
         self._exclusive = Exclusive()
-        self._table = AdapterTable(
-            num_slots, dict.fromkeys(MODULE_GROUPS, sizes.num_rank_pages), max_rank
-        )
+        self._table = base.table()
         # Weights come last: the rest is small, and more likely to be refused.
-        folders = adapter_dirs(adapters, config, sizes, progress=progress)
-        fetch_weights(model, files.path, progress=progress)
-        self._runner = Runner(
-            load_model(files.path, dtype=dtype, config=config, progress=progress),
-            num_kv_pages=sizes.num_kv_pages,
-            page_size=page_size,
-            num_seats=max_seats,
-            num_slots=num_slots,
-            num_rank_pages=sizes.num_rank_pages,
-            max_rank=max_rank,
-            implementation=implementation,
-        )
-        self._loop = StepLoop(self._runner, sizes, self._table)
+        folders = adapter_dirs(adapters, base.config, base.sizes, progress=progress)
+        self._runner = base.runner()
+        self._loop = StepLoop(self._runner, base.sizes, self._table)
         self._loader = AdapterLoader(
-            self._runner, self._table, config, files.published_name
+            self._runner.adapters, self._table, base.config, base.published_name
         )
         self._prompts = Prompts(
-            self.tokenizer, self._table, config.vocab_size, max_model_len
+            self.tokenizer,
+            self._table.__getitem__,
+            base.config.vocab_size,
+            self.max_model_len,
         )
         for name, folder in folders.items():
             self._loader.load(name, folder)
 
     def __repr__(self) -> str:
         return summary(
-            name=f"LLM {self._name}",
+            name=f"LLM {self._base.name}",
             config=self.config,
             dtype=jnp.dtype(self._runner.dtype).name,
-            plan=self._plan,
+            plan=self._base.plan,
             table=self._table,
             programs=self.programs,
             sampling=self.default_sampling,
-            unused=self._unused_defaults,
+            unused=self._base.defaults.unused,
         )
+
+    @property
+    def chat_template(self) -> ChatTemplate:
+        return self._base.chat_template
+
+    @chat_template.setter
+    def chat_template(self, template: ChatTemplate) -> None:
+        self._base.chat_template = template
 
     @property
     def adapters(self) -> Mapping[str, LoadedAdapter]:
@@ -302,10 +279,7 @@ class LLM:
         Raises:
           ChatError: a message is malformed, there is no template, or it fails.
         """
-        return [
-            self.tokenizer.encode(text, add_special_tokens=False)
-            for text in self.chat_template.render(messages, **options)
-        ]
+        return self._base.encode_chat(messages, **options)
 
     def chat(
         self,

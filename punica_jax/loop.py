@@ -5,18 +5,26 @@ step computes the runner's, and prompts, names and texts are others'.
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import NamedTuple
 
 from punica_jax.batch import BLOCK_ROWS, Batch, Buckets, Feed, Wanted
+from punica_jax.chunk import Chunk
+from punica_jax.claims import Adapters
 from punica_jax.logprobs import Logprobs
 from punica_jax.pages import KvPages
 from punica_jax.policies import FirstComeFirstServed, Policy
-from punica_jax.request import DeadlineError, RequestError, TokenLogprobs
+from punica_jax.progress import compiling
+from punica_jax.request import (
+    DeadlineError,
+    FinishReason,
+    RequestError,
+    TokenLogprobs,
+)
 from punica_jax.runner import NO_TOKEN, Launched, Output, Runner
-from punica_jax.scheduler import Adapters, Scheduler
+from punica_jax.scheduler import Scheduler
 from punica_jax.seats import SeatRow
-from punica_jax.sequence import Chunk, SequenceState
+from punica_jax.sequence import SequenceState
 from punica_jax.sizes import Sizes
 
 
@@ -79,11 +87,20 @@ class StepLoop:
         self.scheduler.add(sequences)
         self._timed += [one for one in sequences if one.terms.deadline_s is not None]
 
-    def cancel(self, sequence: SequenceState) -> None:
-        """End a sequence; all it holds is free after the next step, if not at once."""
+    def cancel(
+        self, sequence: SequenceState, reason: FinishReason = "cancelled"
+    ) -> None:
+        """End a sequence; all it holds is free when the next `step` returns."""
         if not sequence.is_over:
-            sequence.cancel()
+            sequence.cancel(reason)
             self._ending.append(sequence)
+
+    def rename(self, old: Hashable, new: Hashable) -> None:
+        """Call some weights another name: pages computed under it are shared."""
+        self.pages.rename(old, new)
+        for sequence in self.scheduler.running:
+            if sequence.weights == old:
+                sequence.weights = new
 
     def clear(self) -> None:
         """Forget all sequences between two steps; known prefixes stay."""
@@ -93,7 +110,7 @@ class StepLoop:
         self._collect()
         for sequence in self.scheduler.sequences:
             self.scheduler.release(sequence)
-        self._ending, self._timed = [], []
+        self._ending, self._over, self._timed = [], [], []
 
     def reset(self) -> None:
         """Forget all sequences and prefixes, wherever a step was interrupted."""
@@ -107,12 +124,18 @@ class StepLoop:
         )
         self._flight: _Flight | None = None
         self._ending: list[SequenceState] = []
+        self._over: list[SequenceState] = []
         self._timed: list[SequenceState] = []
         self._collected_s = time.monotonic()
 
-    def warm_up(self) -> None:
-        """Compile every program that a step can need."""
-        self._runner.warm_up(self._buckets, self._sizes.pages_per_seq)
+    def warm_up(self, *, progress: bool = False) -> None:
+        """Compile every program that a step can need; show which, if so."""
+        buckets = list(self._buckets)
+        with compiling(len(buckets), progress) as note:
+            for bucket in buckets:
+                start_s = time.monotonic()
+                self._runner.warm_up([bucket], self._sizes.pages_per_seq)
+                note(bucket.name, time.monotonic() - start_s)
 
     def step(self) -> list[SequenceState]:
         """Launch a step, collect the one before it, and tell sequences their tokens.
@@ -120,18 +143,20 @@ class StepLoop:
         Returns:
           Those that are over, and hold nothing any more.
         """
-        over = self._emit()
+        self._emit()
         flight = self._run(self._schedule())
         self._collect()
         self._flight = flight
-        return over + self._emit()
+        self._emit()
+        over, self._over = self._over, []
+        return over
 
     def _schedule(self) -> list[tuple[SequenceState, int]]:
         scheduled = self.scheduler.schedule(may_preempt=self._flight is None)
         if scheduled is None:
             # Who loses its seat must not be written to by a step in flight.
             self._collect()
-            self._ending += self._ended(self.scheduler.running)
+            self._emit()
             scheduled = self.scheduler.schedule(may_preempt=True)
             assert scheduled is not None
         self._ending += self.scheduler.refused
@@ -147,7 +172,7 @@ class StepLoop:
                 self._write_seat(sequence)
             rows.append((sequence, sequence.launch(num_rows)))
             num_prompt_rows += num_rows if num_rows > 1 else 0
-            self._publish(sequence, num_rows)
+            self._publish(sequence)
         chunks = [chunk for _, chunk in rows]
         bucket = self._buckets.of(chunks)
         launched = self._runner.launch(
@@ -165,14 +190,13 @@ class StepLoop:
             return
         output = self._runner.collect(flight.launched)
         before_s, self._collected_s = self._collected_s, time.monotonic()
-        if len(flight.rows) > bool(flight.num_prompt_rows):
+        if any(len(chunk.tokens) == 1 for _, chunk in flight.rows):
             step_s = self._collected_s - before_s
             self.scheduler.observe(flight.num_prompt_rows, step_s)
         first = 0
+        tokens = output.tokens.tolist()
         for i, (sequence, chunk) in enumerate(flight.rows):
-            rows = range(first, first + len(chunk.targets))
-            first += len(chunk.tokens)
-            token = int(output.tokens[i])
+            token = tokens[i]
             error = self.scheduler.error_of(sequence)
             if error is None and chunk.ends and token == NO_TOKEN:
                 adapter = sequence.adapter
@@ -184,14 +208,20 @@ class StepLoop:
             if error is not None:
                 self.pages.forget(sequence.pages)
                 sequence.fail(error)
-            sequence.collect(chunk, token, *_logprobs(sequence, chunk, output, i, rows))
+            if chunk.wants_logprobs or chunk.targets:
+                rows = range(first, first + len(chunk.targets))
+                wanted = _logprobs(sequence, chunk, output, i, rows)
+                sequence.collect(chunk, token, *wanted)
+            else:
+                sequence.collect(chunk, token)
+            first += len(chunk.tokens)
         self._ending += self._ended(sequence for sequence, _ in flight.rows)
 
     def _ended(self, sequences: Iterable[SequenceState]) -> list[SequenceState]:
         known = set(self._ending)
         return [one for one in sequences if one.is_over and one not in known]
 
-    def _emit(self) -> list[SequenceState]:
+    def _emit(self) -> None:
         """Release those that are over and in no step."""
         if self._timed:
             self._end_late()
@@ -200,7 +230,7 @@ class StepLoop:
             self._ending = [one for one in self._ending if one.num_in_flight]
             for sequence in over:
                 self.scheduler.release(sequence)
-        return over
+            self._over += over
 
     def _end_late(self) -> None:
         now_s = time.monotonic()
@@ -217,15 +247,16 @@ class StepLoop:
                 )
                 self._ending.append(sequence)
 
-    def _publish(self, sequence: SequenceState, rows: int) -> None:
+    def _publish(self, sequence: SequenceState) -> None:
         """Let others find the pages that a sequence fills, before they are written.
 
         Steps run one after the other: who reads them does so later.
         """
-        # A token that the host learns of late lets its page be found a step later.
-        if sequence.num_known_cached % self.pages.page_size < rows:
+        num_full = sequence.num_known_cached // self.pages.page_size
+        if num_full > sequence.num_published:
             known = sequence.tokens[: sequence.num_known_cached]
             self.pages.publish(sequence.pages, known, sequence.weights)
+            sequence.num_published = num_full
 
     def _write_seat(self, sequence: SequenceState) -> None:
         self._runner.write_seat(

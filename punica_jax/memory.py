@@ -75,12 +75,19 @@ class DeviceMemory:
         stats = device.memory_stats() or {}
         if "bytes_limit" in stats:
             return cls(name, stats["bytes_limit"], stats.get("bytes_in_use", 0))
-        if device.platform != "cpu" or not hasattr(os, "sysconf"):
+        if device.platform != "cpu":
             return cls(name, None)
-        return cls(name, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+        return cls(name, cls.of_host().total_bytes)
+
+    @classmethod
+    def of_host(cls) -> "DeviceMemory":
+        """Ask for this machine's physical memory."""
+        if not hasattr(os, "sysconf"):
+            return cls("host", None)
+        return cls("host", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
     def share(self, name: str, value: Any) -> int:
-        """Return the bytes that `kv_memory` or `adapter_memory` mean.
+        """Return the bytes that a limit such as `kv_memory` means.
 
         Raises:
           ValueError: it is neither bytes nor a fraction, or a fraction of what nobody
@@ -99,6 +106,22 @@ class DeviceMemory:
             f"{name} must be bytes (an integer above 0), a fraction of the device's "
             f"memory (a float above 0, at most 1.0) or None, got {value!r}"
         )
+
+
+def host_adapter_bytes(limit: float | None) -> float:
+    """Return the bytes of host memory that adapters may take.
+
+    Args:
+      limit: bytes, or as a float up to 1.0 a fraction of the machine's; None is a
+        quarter of it.
+
+    Raises:
+      ValueError: it is neither.
+    """
+    host = DeviceMemory.of_host()
+    if limit is not None:
+        return host.share("host_adapter_memory", limit)
+    return math.inf if host.total_bytes is None else host.total_bytes // 4
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -124,7 +124,8 @@ class KvPages:
           tokens: its first tokens, as many as the pages hold by now.
           weights: see `match`.
         """
-        prefix = self._roots.setdefault(weights, _Prefix(None, weights, -1))
+        # A root is kept from its first child on.
+        prefix = self._roots.get(weights) or _Prefix(None, weights, -1)
         for index in range(len(tokens) // self.page_size):
             start = index * self.page_size
             key = tuple(tokens[start : start + self.page_size])
@@ -134,7 +135,15 @@ class KvPages:
                     return
                 known = _Prefix(prefix, key, pages[index])
                 prefix.children[key] = self._prefix_of[pages[index]] = known
+                if prefix.parent is None:
+                    self._roots[weights] = prefix
             prefix = known
+
+    def rename(self, old: Hashable, new: Hashable) -> None:
+        """Call some weights another name; if that is in use, they share no more."""
+        if new not in self._roots and (root := self._roots.pop(old, None)) is not None:
+            root.tokens = new
+            self._roots[new] = root
 
     def forget(self, pages: Sequence[int]) -> None:
         """Let nobody find a sequence's pages any more: what they hold is bad."""
@@ -157,6 +166,7 @@ class KvPages:
         places = sorted([*self._free, *self._kept, *used])
         assert places == list(range(self.num_pages)), places
         assert self._kept.keys() <= self._prefix_of.keys()
+        assert all(root.children for root in self._roots.values())
         for page, prefix in self._prefix_of.items():
             assert prefix.page == page
             assert prefix.parent is not None

@@ -5,6 +5,7 @@ Plain Python; knows what a sequence says of itself, nothing of seats, pages or d
 
 import bisect
 import math
+import operator
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
@@ -49,28 +50,30 @@ class FirstComeFirstServed:
     max_prompt_rows = math.inf
 
     def __init__(self) -> None:
-        self._queue: list[tuple[Any, SequenceState]] = []
+        self._queue: list[SequenceState] = []
 
     def key(self, sequence: SequenceState) -> Any:
         """Return what sorts; it never changes, and no two sequences have the same."""
         return -sequence.terms.priority, sequence.arrival
 
     def add(self, sequence: SequenceState) -> None:
-        bisect.insort(self._queue, (self.key(sequence), sequence))
+        """Let a sequence wait; see `Policy`."""
+        bisect.insort(self._queue, sequence, key=self.key)
 
     def remove(self, sequence: SequenceState) -> None:
-        index = bisect.bisect_left(self._queue, (self.key(sequence),))
-        assert self._queue[index][1] is sequence
+        """Take out one that waits; see `Policy`."""
+        index = bisect.bisect_left(self._queue, self.key(sequence), key=self.key)
+        assert self._queue[index] is sequence
         del self._queue[index]
 
     def charge(self, sequence: SequenceState, rows: int) -> None:
-        pass
+        """Take note of rows that one gets; see `Policy`."""
 
     def observe(self, num_prompt_rows: int, step_s: float) -> None:
-        pass
+        """Take note of a step's time; see `Policy`."""
 
     def __iter__(self) -> Iterator[SequenceState]:
-        return (sequence for _, sequence in self._queue)
+        return iter(self._queue)
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -108,10 +111,13 @@ class LatencyTargets(FirstComeFirstServed):
         return -sequence.terms.priority, due_s, sequence.arrival
 
     def observe(self, num_prompt_rows: int, step_s: float) -> None:
+        """Take note of a step's time; see `Policy`."""
         if not num_prompt_rows:
             return
         if step_s > self._token_s:
-            self.max_prompt_rows = max(num_prompt_rows // 2, self._LEAST_ROWS)
+            # A step launched before the last halving may have had more.
+            halved = max(num_prompt_rows // 2, self._LEAST_ROWS)
+            self.max_prompt_rows = min(self.max_prompt_rows, halved)
         elif num_prompt_rows >= self.max_prompt_rows:
             self.max_prompt_rows += self.max_prompt_rows // 8 + 1
 
@@ -135,14 +141,17 @@ class FairShare:
         }
         self._queues: dict[str, FirstComeFirstServed] = {}
         self._served: dict[str, float] = {}
+        self._least = 0.0  # what tenants have whose count is forgotten
 
     def add(self, sequence: SequenceState) -> None:
+        """Let a sequence wait; see `Policy`."""
         tenant = sequence.terms.tenant
         if tenant not in self._queues:
             others = [self._served[other] for other in self._queues]
             least = min(others, default=max(self._served.values(), default=0.0))
             mine = max(self._served.get(tenant, 0.0), least)
             # A count at or below the least says no more than that.
+            self._least = least
             self._served = {
                 other: served
                 for other, served in self._served.items()
@@ -153,35 +162,37 @@ class FairShare:
         self._queues[tenant].add(sequence)
 
     def remove(self, sequence: SequenceState) -> None:
+        """Take out one that waits; see `Policy`."""
         tenant = sequence.terms.tenant
         self._queues[tenant].remove(sequence)
         if not len(self._queues[tenant]):
             del self._queues[tenant]
 
     def charge(self, sequence: SequenceState, rows: int) -> None:
+        """Take note of rows that one gets; see `Policy`."""
         tenant = sequence.terms.tenant
         weight = self._weights.get(tenant, 1.0)
-        self._served[tenant] = self._served.get(tenant, 0.0) + rows / weight
+        self._served[tenant] = self._served.get(tenant, self._least) + rows / weight
 
     def observe(self, num_prompt_rows: int, step_s: float) -> None:
-        pass
+        """Take note of a step's time; see `Policy`."""
 
     def __iter__(self) -> Iterator[SequenceState]:
         # Whoever is seated in one walk is charged after it: as if each of them got as
         # many rows as its prompt has, the walk goes to the tenant with the least.
-        served = {tenant: self._served[tenant] for tenant in self._queues}
-        queues = {tenant: iter(queue) for tenant, queue in self._queues.items()}
-        while served:
-            tenant = min(served, key=served.__getitem__)
-            sequence = next(queues[tenant], None)
-            if sequence is None:
-                del served[tenant]
-                continue
-            served[tenant] += len(sequence.tokens) / self._weights.get(tenant, 1.0)
-            yield sequence
+        order: list[tuple[float, SequenceState]] = []
+        for tenant, queue in self._queues.items():
+            walk, served = iter(queue), self._served[tenant]
+            order.append((served, before := next(walk)))
+            for sequence in walk:
+                served += len(before.tokens) / self._weights.get(tenant, 1.0)
+                order.append((served, before := sequence))
+        # Stable: of tenants that have as much, the one that has waited longest.
+        order.sort(key=operator.itemgetter(0))
+        return (sequence for _, sequence in order)
 
     def __len__(self) -> int:
-        return sum(map(len, self._queues.values()))
+        return sum(map(len, list(self._queues.values())))  # in any thread
 
 
 def _positive(name: str, value: float) -> float:

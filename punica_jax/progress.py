@@ -1,6 +1,7 @@
-"""A progress bar over the sequences of a call.
+"""What is shown on standard error while something takes long.
 
-Plain Python; knows when a sequence has ended, nothing of what steps it.
+Plain Python; knows when a sequence has ended and what a program is called, nothing of
+what steps or compiles them.
 """
 
 import contextlib
@@ -16,6 +17,7 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.table import Column, Table
 
 from punica_jax.sequence import SequenceState
 
@@ -51,3 +53,40 @@ def answering(
         yield lambda: bar.update(
             task, completed=sum(one.finish_reason is not None for one in sequences)
         )
+
+
+@contextlib.contextmanager
+def compiling(
+    num_programs: int, progress: bool
+) -> Iterator[Callable[[str, float], None]]:
+    """Show on standard error how many programs are compiled, and a table at the end.
+
+    Args:
+      num_programs: all of them.
+      progress: whether to show anything.
+
+    Yields:
+      A function to call after each, with its name and the seconds that it took.
+    """
+    if not progress:
+        yield lambda name, seconds: None
+        return
+    console = Console(stderr=True)
+    table = Table("program", Column("seconds", justify="right"))
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+    )
+    with bar:
+        task = bar.add_task("compiling", total=num_programs)
+
+        def note(name: str, seconds: float) -> None:
+            table.add_row(name, f"{seconds:.2f}")
+            bar.advance(task)
+
+        yield note
+    console.print(table)

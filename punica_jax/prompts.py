@@ -4,11 +4,11 @@ Plain Python; knows texts, tokens and names of adapters, nothing of devices or s
 """
 
 import reprlib
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
-from punica_jax.request import SamplingParams, is_integer
-from punica_jax.sequence import SequenceState
+from punica_jax.request import SamplingParams, Terms, is_integer
+from punica_jax.sequence import DEFAULT_TERMS, SequenceState
 from punica_jax.tokenizer import Tokenizer
 
 
@@ -18,12 +18,20 @@ class Prompts:
     def __init__(
         self,
         tokenizer: Tokenizer,
-        adapters: Mapping[str, Any],
+        check_adapter: Callable[[str], object],
         vocab_size: int,
         max_model_len: int,
     ):
+        """Take what prompts are checked by.
+
+        Args:
+          tokenizer: the model's.
+          check_adapter: raises if no adapter has that name.
+          vocab_size: the model's.
+          max_model_len: most tokens of a sequence.
+        """
         self._tokenizer = tokenizer
-        self._adapters = adapters
+        self._check_adapter = check_adapter
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
 
@@ -35,12 +43,14 @@ class Prompts:
         on_token: Any,
         *,
         default: SamplingParams,
+        terms: Terms = DEFAULT_TERMS,
     ) -> list[SequenceState]:
         """Check the arguments of `LLM.generate` and make its sequences.
 
         Args:
           prompts: see `LLM.generate`; and so `adapters`, `sampling` and `on_token`.
           default: stands where `sampling` is None, or has None.
+          terms: how all of them are treated among others.
 
         Raises:
           ValueError: one of them breaks its rule.
@@ -53,6 +63,8 @@ class Prompts:
                 f"got {reprlib.repr(prompts)}"
             )
         _check_callback(on_token)
+        if not isinstance(terms, Terms):
+            raise ValueError(f"terms must be a Terms, got {terms!r}")
         count = len(prompts)
         adapters = _one_each("adapters", adapters, str, count)
         sampling = _one_each("sampling", sampling, SamplingParams, count)
@@ -69,7 +81,7 @@ class Prompts:
         ):
             tokens = self._encode(prompt_index, prompt)
             if adapter is not None:
-                self._adapters[adapter]  # raises what is to be said
+                self._check_adapter(adapter)
             sequences += [
                 SequenceState(
                     index=len(sequences) + sample_index,
@@ -81,6 +93,7 @@ class Prompts:
                     tokenizer=self._tokenizer,
                     max_model_len=self._max_model_len,
                     on_token=on_token,
+                    terms=terms,
                 )
                 for sample_index in range(params.n)
             ]

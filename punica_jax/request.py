@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Literal, TypeAlias
 
-FinishReason: TypeAlias = Literal["stop", "length", "cancelled", "error"]
+FinishReason: TypeAlias = Literal["stop", "length", "cancelled", "exported", "error"]
 
 # Far beyond this every distribution over finite logits is uniform in float32, and
 # temperature * noise could overflow.
@@ -177,7 +177,8 @@ class SamplingParams:
             _check_token("logit_bias", token)
             _check_number(f"logit_bias of token {token}", bias, -100, 100)
         # The caller's mapping may change later.
-        object.__setattr__(self, "logit_bias", dict(self.logit_bias))
+        biases = {int(token): bias for token, bias in self.logit_bias.items()}
+        object.__setattr__(self, "logit_bias", biases)
 
     def _check_stops(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
@@ -198,46 +199,6 @@ class SamplingParams:
             _check_token("stop_token_ids", token)
         object.__setattr__(self, "stop", tuple(stop))
         object.__setattr__(self, "stop_token_ids", tuple(tokens))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
-    """How a request is treated among others.
-
-    Attributes:
-        priority: requests of a higher one are seated first.
-        tenant: on whose account it runs, where a policy keeps accounts.
-        first_token_s: seconds from its arrival in which its first token should come; a
-            target that a policy may order by. None is the policy's own.
-        deadline_s: seconds from its arrival after which nobody wants it any more: it
-            ends with `DeadlineError`. None is never.
-
-    Raises:
-        ValueError: a field breaks its rule.
-    """
-
-    priority: int = 0
-    tenant: str = ""
-    first_token_s: float | None = None
-    deadline_s: float | None = None
-
-    def __post_init__(self) -> None:
-        if not is_integer(self.priority):
-            raise ValueError(f"priority must be an integer, got {self.priority!r}")
-        if not isinstance(self.tenant, str):
-            raise ValueError(f"tenant must be a text, got {self.tenant!r}")
-        for name in ("first_token_s", "deadline_s"):
-            value = getattr(self, name)
-            if value is not None:
-                _check_number(name, value, 0, float("inf"), above=True)
-
-
-class DeadlineError(TimeoutError):
-    """A request's deadline has passed."""
-
-
-class RequestError(RuntimeError):
-    """The model failed a request: its logits are not finite."""
 
 
 def _is_sequence(value: object) -> bool:
@@ -293,8 +254,8 @@ class Completion:
             finish_reason "stop" the last ones are the stop token or hold the stop
             string.
         finish_reason: "stop" (a stop token or string came), "length" (max_new_tokens
-            or the end of the context was reached), "cancelled" (by the caller) or
-            "error" (nothing of others is lost by it).
+            or the end of the context was reached), "cancelled" (by the caller),
+            "exported" (it goes on elsewhere) or "error" (nothing of others is lost).
         error: what went wrong, where something did.
         stop_reason: the string or the token of the request that ended it; None where
             a stop token of the model did, or nothing.
@@ -320,3 +281,44 @@ class Completion:
     logprobs: tuple[TokenLogprobs, ...] | None = None
     cumulative_logprob: float | None = None
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """How a request is treated among others.
+
+    Attributes:
+        priority: requests of a higher one are seated first.
+        tenant: on whose account it runs, where a policy keeps accounts.
+        first_token_s: seconds from its arrival in which its first token should come; a
+            target that a policy may order by. None is the policy's own.
+        deadline_s: seconds from its arrival after which nobody wants it any more: it
+            ends with `DeadlineError`. None is never.
+
+    Raises:
+        ValueError: a field breaks its rule.
+    """
+
+    priority: int = 0
+    tenant: str = ""
+    first_token_s: float | None = None
+    deadline_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if not is_integer(self.priority):
+            raise ValueError(f"priority must be an integer, got {self.priority!r}")
+        object.__setattr__(self, "priority", int(self.priority))
+        if not isinstance(self.tenant, str):
+            raise ValueError(f"tenant must be a text, got {self.tenant!r}")
+        for name in ("first_token_s", "deadline_s"):
+            value = getattr(self, name)
+            if value is not None:
+                _check_number(name, value, 0, float("inf"), above=True)
+
+
+class DeadlineError(TimeoutError):
+    """A request's deadline has passed."""
+
+
+class RequestError(RuntimeError):
+    """The model failed a request: its logits are not finite."""

@@ -6,7 +6,7 @@ adapters, or which pages and slots are free.
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -15,17 +15,9 @@ import numpy as np
 from flax import nnx
 
 from punica_jax.batch import BLOCK_ROWS, Batch, Bucket, Feed, Wanted
+from punica_jax.device_pools import DevicePools
 from punica_jax.logprobs import Logprobs, token_logprobs
-from punica_jax.models import (
-    MODULE_GROUPS,
-    Adapter,
-    KvCache,
-    Llama,
-    LoraPools,
-    set_slot,
-    slot_tables,
-    write_page,
-)
+from punica_jax.models import KvCache, Llama, LoraPools
 from punica_jax.packing import pack, unpack
 from punica_jax.pallas_kernels import resolve
 from punica_jax.request import SamplingParams
@@ -86,10 +78,15 @@ class Output(NamedTuple):
 
 
 class Runner:
-    """Runs steps and moves adapters; owns all device state.
+    """Runs steps; owns all device state.
 
     The model is split once into a flat list of arrays: `nnx.jit` would walk the module
     on every call (50 ms a step for 32 layers against 0.5 ms so).
+
+    Attributes:
+      implementation: which one runs; see `pallas_kernels.resolve`.
+      adapters: the adapters on the device, and the way there.
+      vocab_size: the model's.
     """
 
     def __init__(
@@ -119,12 +116,14 @@ class Runner:
         self.implementation = resolve(implementation)
         self._weights, self._structure = jax.tree.flatten(nnx.split(model))
         self._cache = KvCache.zeros(model.config, num_kv_pages, page_size, model.dtype)
-        self._pools = LoraPools.zeros(
-            model.config,
-            num_slots=num_slots,
-            num_pages=num_rank_pages,
-            max_rank=max_rank,
-            dtype=model.dtype,
+        self.adapters = DevicePools(
+            LoraPools.zeros(
+                model.config,
+                num_slots=num_slots,
+                num_pages=num_rank_pages,
+                max_rank=max_rank,
+                dtype=model.dtype,
+            )
         )
         self.vocab_size = model.config.vocab_size
         self._seats = Seats.zeros(num_seats, self.vocab_size)
@@ -137,10 +136,6 @@ class Runner:
             static_argnums=5,
             compiler_options=_GPU_OPTIONS if on_gpu else None,
         )
-        self._write_page = jax.jit(
-            write_page, static_argnames="group", donate_argnums=0
-        )
-        self._set_slot = jax.jit(set_slot, donate_argnums=0)
         # Apart from the step: a step of most likely tokens alone runs nothing else, and
         # a condition inside of it would make a GPU's host wait.
         self._write_seat = jax.jit(
@@ -153,23 +148,16 @@ class Runner:
         )
         self._steps: dict[Bucket, None] = {}
         self._samplers: dict[str, None] = {}
-        self._compile_loading()
 
     @property
     def dtype(self) -> Any:
-        return self._pools.dtype
-
-    @property
-    def pools(self) -> LoraPools:
-        """The adapters on the device. Valid until the next load or unload."""
-        return self._pools
+        return self.adapters.pools.dtype
 
     @property
     def programs(self) -> list[str]:
         """Names of the compiled programs, one each."""
-        loading = [f"write_page[{group}]" for group in MODULE_GROUPS]
         steps = (bucket.name for bucket in self._steps)
-        return [*loading, "set_slot", *steps, *self._samplers]
+        return [*self.adapters.programs, *steps, *self._samplers]
 
     def step(
         self, batch: Batch, wanted: Wanted | None = None, feed: Feed | None = None
@@ -215,13 +203,18 @@ class Runner:
 
     def forward(self, batch: Batch, feed: Feed | None = None) -> Forward:
         """Run the decoder without waiting; nothing is drawn."""
-        feed = Feed.of([], batch.bucket) if feed is None else feed
-        packed, layout = pack((batch, feed))
-        result, self._cache, self._newest = self._step(
-            self._weights, self._cache, self._newest, self._pools, packed, layout
-        )
+        result, self._cache, self._newest = self._step(*self._arguments(batch, feed))
         self._steps[batch.bucket] = None
         return result
+
+    def lower(self, batch: Batch) -> jax.stages.Lowered:
+        """Return a batch's program before it is compiled, to look at."""
+        return self._step.lower(*self._arguments(batch, None))
+
+    def _arguments(self, batch: Batch, feed: Feed | None) -> tuple[Any, ...]:
+        feed = Feed.of([], batch.bucket) if feed is None else feed
+        pools = self.adapters.pools
+        return (self._weights, self._cache, self._newest, pools, *pack((batch, feed)))
 
     def write_seat(self, seat: int, row: SeatRow) -> None:
         """Set how a seat's tokens are drawn; nothing of what it held is left."""
@@ -251,51 +244,6 @@ class Runner:
             rows = np.full((2, bucket.seqs), -1, np.int32)
             wanted = Wanted(rows=rows, logprobs=True, targets=targets)
             self.step(Batch.of([], bucket, pages_per_seq), wanted)
-
-    def write_adapter(
-        self, adapter: Adapter, pages: Mapping[str, Sequence[int]]
-    ) -> bool:
-        """Write an adapter's weights to rank pages that no slot uses.
-
-        Args:
-          adapter: its weights, in the pools' dtype.
-          pages: module group -> the pages for it.
-
-        Returns:
-          Whether all its values are finite, as the device found them.
-        """
-        flags = []
-        for arguments in adapter.page_writes(pages):
-            self._pools, finite = self._write_page(self._pools, **arguments)
-            flags.append(finite)
-        return all(bool(flag) for flag in flags)
-
-    def show_adapter(
-        self, slot: int, adapter: Adapter, pages: Mapping[str, Sequence[int]]
-    ) -> None:
-        """Point a slot at written pages: rows see the adapter from the next step on."""
-        counts = {group: adapter.counts(group) for group in pages}
-        tables = slot_tables(self._pools, pages, counts)
-        self._pools = self._set_slot(self._pools, np.int32(slot), tables)
-
-    def clear_slot(self, slot: int) -> None:
-        """Empty a slot: rows that name it get no adapter's product."""
-        tables = slot_tables(self._pools)
-        self._pools = self._set_slot(self._pools, np.int32(slot), tables)
-
-    def _compile_loading(self) -> None:
-        # Slot 0 is empty and page 0 free: writing zeros there changes nothing.
-        for group in MODULE_GROUPS:
-            pools = self._pools.group(group)
-            layers = self._pools.num_layers
-            self._pools, _ = self._write_page(
-                self._pools,
-                group=group,
-                page=np.int32(0),
-                a_page=np.zeros((layers, *pools.a[0].shape[1:]), self.dtype),
-                b_page=np.zeros((layers, *pools.b[0].shape[1:]), self.dtype),
-            )
-        self.clear_slot(0)
 
 
 def _flat_step(

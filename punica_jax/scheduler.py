@@ -4,55 +4,12 @@ Plain Python: knows sequences, seats, pages and adapters as numbers and names, n
 of devices or of what a step computes.
 """
 
-from collections.abc import Hashable, Iterable, Sequence
-from typing import Protocol
+from collections.abc import Iterable, Sequence
 
+from punica_jax.claims import Adapters, Resident
 from punica_jax.pages import KvPages
 from punica_jax.policies import Policy
 from punica_jax.sequence import SequenceState
-
-
-class Resident(Protocol):
-    """An adapter (or the base alone) that a sequence has claimed.
-
-    Attributes:
-      slot: its slot on the device, -1 for the base alone.
-      weights: stands for the weights that its rows meet, and for no others ever.
-      ready: whether rows may use it in the next step.
-      error: why what its rows gave is worth nothing, if it is; known once a step with
-        such rows is through.
-    """
-
-    @property
-    def slot(self) -> int: ...
-
-    @property
-    def weights(self) -> Hashable: ...
-
-    @property
-    def ready(self) -> bool: ...
-
-    @property
-    def error(self) -> Exception | None: ...
-
-
-class Adapters(Protocol):
-    """Who can be asked for adapters."""
-
-    def claim(self, name: str | None) -> Resident | None:
-        """Hold an adapter on the device, or have it brought there.
-
-        Returns:
-          What holds it until it is released; None while there is no room for it.
-
-        Raises:
-          ValueError: it can never be had.
-        """
-        ...
-
-    def release(self, resident: Resident) -> None:
-        """Let go of what was claimed."""
-        ...
 
 
 class Scheduler:
@@ -61,13 +18,15 @@ class Scheduler:
     A step's rows go to the sequences that decode, one each, so that prompts never stall
     them; then to the prompts that have a seat, in chunks; then to those that wait, as
     the policy orders them. Who waits for an adapter is overtaken by those whose adapter
-    is there, but only `max_overtakes` times: then nobody else is seated until it is.
+    is there; where it is room that its adapter lacks, only `max_overtakes` times: then
+    nobody claims one before it does.
 
     KV pages are taken as they are needed. Where they run out, the sequence that came
-    last gives up its seat and is computed again later.
+    last, of those of the least priority, gives up its seat and is computed again later.
 
     Attributes:
       running: the sequences that have a seat.
+      max_seats: most of them.
       max_rows: most rows of a step.
       refused: those that wait for an adapter that cannot be had; whoever releases
         them empties the list.
@@ -99,7 +58,7 @@ class Scheduler:
         self._adapters = adapters
         self._policy = policy
         self._max_overtakes = 4 * max_seats if max_overtakes is None else max_overtakes
-        self._max_seats = max_seats
+        self.max_seats = max_seats
         self.max_rows = max_rows
         self.running: list[SequenceState] = []
         self.num_preempted = 0
@@ -113,6 +72,10 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         return len(self._policy)
+
+    @property
+    def num_free_seats(self) -> int:
+        return len(self._free_seats)
 
     @property
     def busy(self) -> bool:
@@ -171,7 +134,7 @@ class Scheduler:
     def error_of(self, sequence: SequenceState) -> Exception | None:
         """Return what is wrong with the adapter that a sequence holds, if anything."""
         resident = self._claims.get(sequence)
-        return None if resident is None else resident.error
+        return None if resident is None else resident.verify()
 
     def release(self, sequence: SequenceState) -> None:
         """Forget a sequence that is over and in no step in flight."""
@@ -192,7 +155,7 @@ class Scheduler:
         assert {*waiting, *self.running} == self._sequences.keys()
         assert len(waiting) + len(self.running) == len(self._sequences)
         seats = [sequence.seat for sequence in self.running]
-        assert sorted([*seats, *self._free_seats]) == list(range(self._max_seats))
+        assert sorted([*seats, *self._free_seats]) == list(range(self.max_seats))
         assert all(s.seat < 0 and not s.pages for s in waiting)
         assert self._claims.keys() <= self._sequences.keys()
         assert all(sequence in self._claims for sequence in self.running)
@@ -211,10 +174,12 @@ class Scheduler:
         Returns False if somebody would have to leave and may not.
         """
         num_tokens = sequence.num_cached + 1
+        if num_tokens <= len(sequence.pages) * self._pages.page_size:
+            return True  # mostly
         while not self._pages.can_grow(sequence.pages, num_tokens):
             if not may_preempt:
                 return False
-            last = max(self.running, key=_arrival)
+            last = max(self.running, key=_dispensability)
             assert last is not sequence or len(self.running) > 1, "one always fits"
             scheduled.pop(last, None)
             self._preempt(last)
@@ -224,8 +189,8 @@ class Scheduler:
         return True
 
     def _preempt(self, sequence: SequenceState) -> None:
+        # It keeps its adapter: it goes on with the weights that it began with.
         self._leave_seat(sequence)
-        self._let_go(sequence)
         sequence.stand()
         self._policy.add(sequence)
         self.num_preempted += 1
@@ -242,23 +207,34 @@ class Scheduler:
     def _admit(self, scheduled: dict[SequenceState, int], budget: int) -> None:
         """Seat those that can sit; claim adapters for those that can sit soon."""
         seated: list[SequenceState] = []
-        overtaken: list[SequenceState] = []
-        without_room: set[str | None] = set()
+        short: SequenceState | None = None  # the first one whose adapter lacks room
+        is_closed = False
+        computing: list[SequenceState] = []
+        if self._free_seats and budget:
+            computing = [s for s in self.running if s.num_known_cached < len(s.tokens)]
         for num_seen, sequence in enumerate(self._policy):
             may_sit = bool(self._free_seats and budget)
-            if not may_sit and num_seen >= self._max_seats:
+            if not may_sit and num_seen >= self.max_seats:
                 break
-            resident = self._claim(sequence, without_room)
+            if sequence.is_over:
+                continue  # whoever ended it releases it; it may have lost its seat
+            if is_closed and sequence.adapter is not None and sequence.weights is None:
+                self._let_go(sequence)
+                continue
+            # Adapters are brought for the first in the queue, and in its order.
+            may_bring = short is None and num_seen < self.max_seats
+            resident = self._claim(sequence, may_bring)
             if sequence.is_over:
                 self.refused.append(sequence)
             elif resident is None:
-                if self._overtaken.get(sequence, 0) >= self._max_overtakes:
-                    self._let_go_of_waiting(sequence)
-                    break
-                overtaken.append(sequence)
+                if may_bring and self._adapters.lacks_room(sequence.adapter):
+                    short = sequence
+                    # From here on only those sit that need no adapter or had a seat
+                    # before: when these are through, every adapter can make room.
+                    is_closed = self._overtaken.get(short, 0) >= self._max_overtakes
             elif resident.ready and may_sit:
                 shared = self._known_pages(sequence, resident)
-                if self._is_computing_more(sequence, resident, len(shared)):
+                if self._is_computed_more(sequence, resident, len(shared), computing):
                     continue
                 num_tokens = len(sequence.tokens) + 1
                 if not self._pages.can_allocate(num_tokens, shared):
@@ -272,41 +248,29 @@ class Scheduler:
                 )
                 self.running.append(sequence)
                 seated.append(sequence)
+                computing.append(sequence)
                 scheduled[sequence] = min(sequence.num_left, budget)
                 budget -= scheduled[sequence]
-                for other in overtaken:
-                    self._overtaken[other] = self._overtaken.get(other, 0) + 1
+                if short is not None:
+                    self._overtaken[short] = self._overtaken.get(short, 0) + 1
         # Not while the policy was walked.
         for sequence in seated:
             self._policy.remove(sequence)
             self._overtaken.pop(sequence, None)
 
-    def _claim(
-        self, sequence: SequenceState, without_room: set[str | None]
-    ) -> Resident | None:
-        """Return the adapter that a sequence holds, claiming it if there is room."""
-        if sequence in self._claims or sequence.adapter in without_room:
-            return self._claims.get(sequence)
-        try:
-            resident = self._adapters.claim(sequence.adapter)
-        except ValueError as error:
-            sequence.fail(error)
-            return None
-        if resident is None:
-            without_room.add(sequence.adapter)
-        else:
-            self._claims[sequence] = resident
+    def _claim(self, sequence: SequenceState, may_bring: bool) -> Resident | None:
+        """Return what a sequence holds, claiming it if it is here or may be brought."""
+        resident = self._claims.get(sequence)
+        if resident is None and (may_bring or self._adapters.is_here(sequence.adapter)):
+            try:
+                resident = self._adapters.claim(sequence.adapter)
+            except ValueError as error:
+                sequence.fail(error)
+            if resident is not None:
+                self._claims[sequence] = resident
+        if resident is not None and resident.error is not None:
+            sequence.fail(resident.error)
         return resident
-
-    def _let_go_of_waiting(self, first: SequenceState) -> None:
-        """Take back the claims of all that wait, but for one that waited too long.
-
-        What they hold might be all the room that it lacks, and they will not sit
-        before it does.
-        """
-        for sequence in self._policy:
-            if sequence is not first:
-                self._let_go(sequence)
 
     def _known_pages(
         self, sequence: SequenceState, resident: Resident
@@ -315,17 +279,24 @@ class Scheduler:
             return ()
         return self._pages.match(sequence.tokens, resident.weights)
 
-    def _is_computing_more(
-        self, sequence: SequenceState, resident: Resident, num_shared: int
+    def _is_computed_more(
+        self,
+        sequence: SequenceState,
+        resident: Resident,
+        num_shared: int,
+        computing: Iterable[SequenceState],
     ) -> bool:
-        """Tell whether waiting would let a sequence share one more page at least."""
+        """Tell whether waiting would let a sequence share one more page at least.
+
+        `num_shared` it could share now; `computing` have known tokens left to compute.
+        """
         if sequence.wants_prompt_logprobs:
             return False
         end = (num_shared + 1) * self._pages.page_size
         if len(sequence.tokens) <= end:
             return False
         beginning: Sequence[int] | None = None
-        for other in self.running:
+        for other in computing:
             if other.num_known_cached < end <= len(other.tokens) and (
                 other.weights == resident.weights
             ):
@@ -335,5 +306,5 @@ class Scheduler:
         return False
 
 
-def _arrival(sequence: SequenceState) -> int:
-    return sequence.arrival
+def _dispensability(sequence: SequenceState) -> tuple[int, int]:
+    return -sequence.terms.priority, sequence.arrival

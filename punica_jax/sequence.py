@@ -3,11 +3,11 @@
 Plain Python; knows one sequence's numbers and text, nothing of batches or devices.
 """
 
-import dataclasses
 import secrets
 import time
 from collections.abc import Callable, Hashable, Sequence
 
+from punica_jax.chunk import Chunk
 from punica_jax.request import (
     MAX_SEED,
     Completion,
@@ -16,6 +16,7 @@ from punica_jax.request import (
     Terms,
     TokenLogprobs,
 )
+from punica_jax.request_state import SampleState
 from punica_jax.stops import StopStrings
 from punica_jax.tokenizer import Detokenizer, Tokenizer
 
@@ -24,36 +25,6 @@ from punica_jax.tokenizer import Detokenizer, Tokenizer
 TokenCallback = Callable[[int, str], None]
 
 DEFAULT_TERMS = Terms()
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Chunk:
-    """The rows that one sequence has in a step.
-
-    Attributes:
-      tokens: the rows' tokens; any number stands for one that the seat keeps.
-      kv_len: tokens of the sequence, these included.
-      pages: its KV pages, in order, enough for `kv_len`.
-      slot: its adapter's slot, -1 for none.
-      seat: its seat, -1 for none.
-      ends: whether the rows end with its newest token, so that a new one comes of them.
-      is_kept: whether the last row is the token that its seat keeps on the device.
-      draws: whether the new token is drawn by its seat; else it is the most likely one.
-      wants_logprobs: whether its next token's log-probabilities are wanted.
-      targets: the prompt's tokens after its first rows, one each, whose
-        log-probabilities are wanted.
-    """
-
-    tokens: Sequence[int]
-    kv_len: int
-    pages: Sequence[int]
-    slot: int
-    seat: int = -1
-    ends: bool = True
-    is_kept: bool = False
-    draws: bool = False
-    wants_logprobs: bool = False
-    targets: Sequence[int] = ()
 
 
 class SequenceState:
@@ -71,11 +42,14 @@ class SequenceState:
       num_cached: tokens whose keys and values are in them once all steps launched are
         through.
       num_in_flight: its steps that are launched and not collected.
+      num_replayed: tokens that came elsewhere, before it went on here.
+      num_published: its full pages that others can find.
       weights: what reads its tokens: the version of its adapter, from its first seat.
       num_prompt: tokens of the prompt.
       max_len: most tokens that it can have, prompt and output.
       arrival: its number among all that came; set by whom it waits at.
-      arrived_s: when it was made, by `time.monotonic`.
+      arrived_s, seated_s, first_token_s, newest_token_s: when it was made, had its
+        first seat, and got tokens; by `time.monotonic`, None for not yet.
       terms: how it is treated among others.
       sampling: how its tokens are chosen.
       seed: of its random numbers.
@@ -106,9 +80,14 @@ class SequenceState:
         self.pages: Sequence[int] = ()
         self.num_cached = 0
         self.num_in_flight = 0
+        self.num_published = 0
+        self.num_replayed = 0
         self.weights: Hashable = None
         self.arrival = -1
         self.arrived_s = time.monotonic()
+        self.seated_s: float | None = None
+        self.first_token_s: float | None = None
+        self.newest_token_s: float | None = None
         self.terms = terms
         self.sampling = sampling
         if sampling.seed is None:
@@ -199,11 +178,14 @@ class SequenceState:
         self.num_cached = num_cached
         self.weights = weights
         self._slot = slot
+        if self.seated_s is None:
+            self.seated_s = time.monotonic()
 
     def stand(self) -> None:
         """Give up the seat and what the cache holds; all of it is computed again."""
         assert not self.num_in_flight, "a step still writes to its pages"
         self.seat, self.pages, self.num_cached, self._slot = -1, (), 0, -1
+        self.num_published = 0
         self.has_drawn = False
         if self.wants_prompt_logprobs:
             self._prompt_logprobs = [None]
@@ -256,8 +238,52 @@ class SequenceState:
         if self.is_over:
             return
         self._prompt_logprobs += prompt_logprobs
-        if not chunk.ends:
-            return
+        if chunk.ends:
+            self.newest_token_s = time.monotonic()
+            if self.first_token_s is None:
+                self.first_token_s = self.newest_token_s
+            self._take(token, logprobs)
+
+    def replay(self, sample: SampleState) -> None:
+        """Go on from where the same request stood elsewhere; nothing is shown of it.
+
+        Raises:
+          ValueError: it cannot have stood there.
+        """
+        assert not self.new_tokens and self.seat < 0
+        room = self.max_len - self.num_prompt
+        if len(sample.token_ids) > room:
+            raise ValueError(
+                f"a sample must have at most {room} tokens here, got "
+                f"{len(sample.token_ids)}"
+            )
+        wants = self.sampling.logprobs is not None
+        if len(sample.logprobs) != (len(sample.token_ids) if wants else 0):
+            raise ValueError(
+                f"a sample must have log-probabilities of {'all' if wants else 'none'} "
+                f"of its {len(sample.token_ids)} tokens, got {len(sample.logprobs)}"
+            )
+        self.seed = sample.seed
+        self.num_replayed = len(sample.token_ids)
+        if len(sample.prompt_logprobs) == self.num_prompt:
+            self._prompt_logprobs = list(sample.prompt_logprobs)
+        show, self._on_token = self._on_token, None
+        for i, token in enumerate(sample.token_ids):
+            self._take(token, sample.logprobs[i] if wants else None)
+        self._on_token = show
+
+    @property
+    def state(self) -> SampleState:
+        """What `replay` needs elsewhere."""
+        return SampleState(
+            seed=self.seed,
+            token_ids=tuple(self.new_tokens),
+            logprobs=tuple(self._logprobs),
+            prompt_logprobs=tuple(self._prompt_logprobs),
+        )
+
+    def _take(self, token: int, logprobs: TokenLogprobs | None) -> None:
+        """Add a token, show its text, and end where it says so."""
         self._tokens.append(token)
         if logprobs is not None:
             self._logprobs.append(logprobs)
@@ -269,12 +295,13 @@ class SequenceState:
         if stops or self._stops.found or len(self._tokens) == self.max_len:
             self._finish(token, stops, may_stop)
 
-    def cancel(self) -> None:
+    def cancel(self, reason: FinishReason = "cancelled") -> None:
         """End it where it is."""
         assert not self.is_over
-        self._emit(self._detokenizer.finish(), may_stop=False)
-        self._show(self._stops.finish())
-        self.finish_reason = "cancelled"
+        if reason != "exported":  # else what is held back is shown where it goes on
+            self._emit(self._detokenizer.finish(), may_stop=False)
+            self._show(self._stops.finish())
+        self.finish_reason = reason
 
     def fail(self, error: Exception) -> None:
         """End it before its time, unless it is over already."""

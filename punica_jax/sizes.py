@@ -10,7 +10,6 @@ from punica_jax.pallas_kernels import RANK_PAGE
 from punica_jax.request import is_integer
 
 MAX_RANK = 512
-_MAX_ROWS = 2048
 _MAX_HEAD_DIM = 256
 
 
@@ -24,6 +23,7 @@ class Sizes:
       num_slots: adapters loaded at one time.
       max_rank: greatest rank of an adapter, at most 512.
       page_size: tokens of a KV page, a power of two of at least 16.
+      max_step_rows: most rows of a step, where that is more than `max_seats`.
       max_kv_pages: most KV pages, None for as many as all seats can use.
       max_rank_pages: most rank pages of a group, None for as many as all slots can use.
 
@@ -36,6 +36,7 @@ class Sizes:
     num_slots: int
     max_rank: int
     page_size: int
+    max_step_rows: int = 2048
     max_kv_pages: int | None = None
     max_rank_pages: int | None = None
 
@@ -56,11 +57,16 @@ class Sizes:
             raise ValueError(
                 f"page_size must be a power of two of at least 16, got {self.page_size}"
             )
+        if self.max_kv_pages is not None and self.max_kv_pages < self.pages_per_seq:
+            raise ValueError(
+                f"max_kv_pages must be at least {self.pages_per_seq}, for one sequence "
+                f"of max_model_len, got {self.max_kv_pages}"
+            )
 
     @property
     def max_rows(self) -> int:
         """Most rows of a step."""
-        return max(self.max_seats, _MAX_ROWS)
+        return max(self.max_seats, self.max_step_rows)
 
     @property
     def pages_per_seq(self) -> int:

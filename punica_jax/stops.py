@@ -33,6 +33,8 @@ class StopStrings:
         """
         if self.found is not None:
             return ""
+        if not self._stops:
+            return piece
         old = len(self._held)
         text = self._held + piece
         if may_stop and (end := self._find(text, old)) is not None:

@@ -7,9 +7,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import fields
 
-from punica_jax.adapters import AdapterTable, LoadedAdapter
+from punica_jax.adapters import AdapterTable
 from punica_jax.memory import MemoryPlan, bytes_text
 from punica_jax.models import LlamaConfig
+from punica_jax.placements import LoadedAdapter
 from punica_jax.request import SamplingParams
 
 _MAX_LISTED = 16
@@ -25,6 +26,7 @@ def summary(
     programs: Sequence[str],
     sampling: SamplingParams,
     unused: Sequence[str],
+    elsewhere: str | None = None,
 ) -> str:
     """Return the lines, one subject each and one for each adapter.
 
@@ -37,6 +39,7 @@ def summary(
       programs: names of the compiled programs.
       sampling: what requests get that say nothing of it.
       unused: fields of `generation_config.json` that are not supported.
+      elsewhere: what there is of adapters that are not on the device.
     """
     sizes, device = plan.sizes, plan.device
     full = min(sizes.max_seats, sizes.num_kv_pages // sizes.pages_per_seq)
@@ -57,7 +60,9 @@ def summary(
     text = [name]
     for subject, line in lines.items():
         text.append(f"  {subject:10}{line}")
-    loaded = list(table.values())
+    if elsewhere is not None:
+        text.append(f"  {'':10}{elsewhere}")
+    loaded = list(table.snapshot().values())
     text += [f"    {_adapter_line(adapter)}" for adapter in loaded[:_MAX_LISTED]]
     if len(loaded) > _MAX_LISTED:
         text.append(f"    and {len(loaded) - _MAX_LISTED} more")
@@ -68,6 +73,10 @@ def summary(
             f"  {'':10}generation_config.json also has what is not supported: "
             f"{', '.join(unused)}"
         )
+    text.append(
+        f"  {'workspace':10}{bytes_text(plan.workspace_bytes)} at most for a step, "
+        f"{bytes_text(plan.seat_bytes)} for the seats' sampling"
+    )
     return "\n".join(text)
 
 

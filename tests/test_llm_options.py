@@ -86,10 +86,10 @@ def test_print(limited, llm):
     assert lines[8] == (
         "            generation_config.json also has what is not supported: num_beams"
     )
-    assert len(lines) == 9
+    assert len(lines) == 10 and lines[9].startswith("  workspace ")
     other = str(llm).splitlines()
     assert [line.split(":")[0] for line in other[5:8]] == ["    a", "    b", "    c"]
-    assert other[-1] == "  sampling  max_new_tokens=128, temperature=0.0"
+    assert other[-2] == "  sampling  max_new_tokens=128, temperature=0.0"
 
 
 def test_print_as_it_is_now(limited, llm, checkpoint, monkeypatch):
@@ -98,6 +98,11 @@ def test_print_as_it_is_now(limited, llm, checkpoint, monkeypatch):
     lines = str(limited).splitlines()
     assert lines[7] == "  sampling  max_new_tokens=9, temperature=0.5, top_k=3"
     assert lines[8].endswith("what is not supported: num_beams")
+    assert re.fullmatch(
+        r"  workspace [\d.]+ MiB at most for a step, [\d.]+ KiB for the seats' "
+        "sampling",
+        lines[9],
+    )
     assert repr(limited.adapters) == "mappingproxy(AdapterTable(['b']))"
     llm.load_adapter("two\nlines", checkpoint / "d")
     try:

@@ -96,7 +96,6 @@ def test_all_programs_are_listed(llm, mixed):
     assert llm.programs.count("write_seat") == 1
     assert llm.programs.count("prompt_logprobs") == 1
     assert llm._runner._prompt_logprobs._cache_size() == 1
-    assert llm._runner._write_seat._cache_size() == 1
 
 
 def test_greedy_batches_run_the_step_alone(llm, plain, monkeypatch):

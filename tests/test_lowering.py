@@ -9,6 +9,7 @@ from flax import nnx
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from punica_jax.batch import Batch, Buckets
+from punica_jax.chunk import Chunk
 from punica_jax.models import GroupPools, KvCache, Llama, LoraPools
 from punica_jax.pallas_kernels import (
     lora,
@@ -17,7 +18,6 @@ from punica_jax.pallas_kernels import (
     pack_adapters,
     segment_metadata,
 )
-from punica_jax.sequence import Chunk
 from punica_jax.step import run_step
 from tests.tiny_checkpoint import CONFIG
 

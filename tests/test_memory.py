@@ -39,11 +39,11 @@ def nbytes(tree):
 
 def test_the_plan_is_what_is_taken(llm):
     runner = llm._runner
-    assert llm._plan.weight_bytes == nbytes(runner._weights)
-    assert llm._plan.kv_bytes == nbytes(runner._cache)
-    assert llm._plan.adapter_bytes == nbytes(runner.pools)
-    assert llm._plan.seat_bytes == nbytes((runner._seats, runner._counts))
-    assert llm._plan.num_params == sum(leaf.size for leaf in runner._weights)
+    assert llm._base.plan.weight_bytes == nbytes(runner._weights)
+    assert llm._base.plan.kv_bytes == nbytes(runner._cache)
+    assert llm._base.plan.adapter_bytes == nbytes(runner.adapters.pools)
+    assert llm._base.plan.seat_bytes == nbytes((runner._seats, runner._counts))
+    assert llm._base.plan.num_params == sum(leaf.size for leaf in runner._weights)
 
 
 def test_half_as_much_in_half_precision():

@@ -1,0 +1,358 @@
+"""Requests that come and go at any time, answered by one thread that never stops.
+
+Knows requests, names of adapters and texts; what a step is and who sits where is the
+loop's business, and where adapters are the residence's.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import os
+import threading
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import MappingProxyType
+from typing import Any, Unpack
+
+import jax.numpy as jnp
+
+from punica_jax.adapter_sources import AdapterSource, AdapterSources
+from punica_jax.base_model import BaseModel
+from punica_jax.chat import ChatOptions
+from punica_jax.engine_config import EngineConfig
+from punica_jax.engine_request import EngineRequest
+from punica_jax.engine_thread import EngineThread
+from punica_jax.loop import StepLoop
+from punica_jax.memory import bytes_text, host_adapter_bytes
+from punica_jax.models import Adapter
+from punica_jax.prompts import Prompts
+from punica_jax.request import SamplingParams, Terms
+from punica_jax.request_state import RequestState
+from punica_jax.residence import AdapterResidence
+from punica_jax.sequence import DEFAULT_TERMS
+from punica_jax.stats import EngineStats
+from punica_jax.stream import Piece
+from punica_jax.summary import summary
+from punica_jax.versions import Version
+
+_log = logging.getLogger(__name__)
+_NUM_READERS = 2
+_NUM_SPARE = 1  # slots; one adapter is replaced at a time while all others are in use
+
+
+class Engine:
+    """A base model and any number of LoRA adapters, serving requests as they come.
+
+    One thread steps all requests together, each under its own adapter, and goes on
+    while adapters are read and copied. Everything here may be called from any thread;
+    what is `async` from any event loop.
+
+    Attributes:
+      config: how the model is served.
+      tokenizer: the base model's.
+      default_sampling: what requests get that say nothing of sampling.
+      max_model_len: most tokens of a sequence, prompt and output.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str],
+        adapters: Mapping[str, str | os.PathLike[str]] | None = None,
+        *,
+        adapters_dir: str | os.PathLike[str] | None = None,
+        config: EngineConfig | None = None,
+    ):
+        """Load a Hugging Face model, and start to serve.
+
+        Args:
+          model: a directory, or an id of the Hugging Face hub: `org/name` or
+            `org/name@revision`. A directory that exists wins.
+          adapters: name -> PEFT directory or id. Nothing is read before it is wanted.
+          adapters_dir: a directory of PEFT directories; each is an adapter of its
+            directory's name, also those that come later.
+          config: how it is served; None is all defaults.
+
+        Raises:
+          ValueError: a name, a size or a file breaks a rule, or all of it does not fit
+            the device.
+        """
+        self.config = EngineConfig() if config is None else config
+        base = self._base = BaseModel(model, self.config)
+        self.tokenizer = base.tokenizer
+        self.default_sampling = base.defaults.sampling
+        self.max_model_len = base.sizes.max_model_len
+        host_bytes = host_adapter_bytes(self.config.host_adapter_memory)
+        self._sources = AdapterSources(base, adapters_dir)
+        readers = self._sources.readers(adapters)
+        self._runner = base.runner(num_spare=_NUM_SPARE)
+        awake = threading.Event()
+        self._executor = ThreadPoolExecutor(_NUM_READERS, "punica-jax-adapters")
+        self._copier = ThreadPoolExecutor(1, "punica-jax-copies")
+        self._table = base.table(num_spare=_NUM_SPARE)
+        self._residence = AdapterResidence(
+            self._table,
+            self._runner.adapters,
+            self._executor,
+            host_bytes=host_bytes,
+            copier=self._copier,
+            num_spare=_NUM_SPARE,
+            wake=awake.set,
+        )
+        policy = self.config.policy
+        self._loop = StepLoop(self._runner, base.sizes, self._residence, policy)
+        vocab_size, max_len = base.config.vocab_size, self.max_model_len
+        self._prompts = Prompts(self.tokenizer, self._find_adapter, vocab_size, max_len)
+        self._numbers = itertools.count(1)
+        self._forgotten: set[str] = set()
+        self._thread = EngineThread(
+            self._loop, self._residence, self.config.max_waiting, awake
+        )
+        for name, read in readers.items():
+            self._residence.register(name, read)
+        if self.config.warm_up:
+            self._loop.warm_up(progress=self.config.progress)
+        _log.info("%s", self)
+        self._thread.start()
+
+    def __repr__(self) -> str:
+        residence = self._residence
+        return summary(
+            name=f"Engine {self._base.name}",
+            config=self._base.config,
+            dtype=jnp.dtype(self._base.dtype).name,
+            plan=self._base.plan,
+            table=self._table,
+            programs=self.programs,
+            sampling=self.default_sampling,
+            unused=self._base.defaults.unused,
+            elsewhere=f"{len(residence)} known, {bytes_text(residence.host_bytes)} in "
+            "host memory",
+        )
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def programs(self) -> list[str]:
+        """Names of the programs compiled so far."""
+        return self._runner.programs
+
+    @property
+    def adapters(self) -> Mapping[str, Version]:
+        """The known adapters by name; in `adapters_dir` may be more."""
+        return MappingProxyType(self._residence)
+
+    async def generate(
+        self,
+        prompt: str | Sequence[int],
+        adapter: str | None = None,
+        sampling: SamplingParams | None = None,
+        *,
+        terms: Terms = DEFAULT_TERMS,
+        request_id: str | None = None,
+    ) -> AsyncGenerator[Piece, None]:
+        """Answer a prompt, piece by piece as it comes.
+
+        Leaving the iterator before its end cancels the request.
+
+        Args:
+          prompt: a text, or a list of token ids.
+          adapter: its adapter's name; None is the base alone.
+          sampling: how tokens are chosen; None is `default_sampling`.
+          terms: its priority, tenant, target and deadline.
+          request_id: to cancel or export it by; None makes one.
+
+        Yields:
+          Pieces of text; the last of each of `n` completions carries it.
+
+        Raises:
+          ValueError: the prompt, the adapter or the sampling breaks its rule, or the
+            adapter cannot be loaded.
+          QueueFullError: more requests wait than may.
+          DeadlineError: it was not answered in time.
+          RequestError: its logits were not finite.
+          EngineClosedError: the engine has ended.
+        """
+        sampling = self.default_sampling if sampling is None else sampling
+        request = self._request(prompt, adapter, sampling, terms, request_id)
+        async with contextlib.aclosing(self._thread.answers(request)) as pieces:
+            async for piece in pieces:
+                yield piece
+
+    async def resume(
+        self, state: RequestState, *, request_id: str | None = None
+    ) -> AsyncGenerator[Piece, None]:
+        """Go on with a request that another engine exported; see `generate`.
+
+        Its base and its adapter must be the same there and here. The pieces are what
+        is new; the completions are whole.
+
+        Raises:
+          ValueError: the state contradicts itself; and as `generate`.
+        """
+        prompt, terms = state.prompt_token_ids, state.terms
+        request = self._request(
+            prompt, state.adapter, state.sampling, terms, request_id
+        )
+        request.replay(state.samples, self._base.config.vocab_size)
+        async with contextlib.aclosing(self._thread.answers(request)) as pieces:
+            async for piece in pieces:
+                yield piece
+
+    def cancel(self, request_id: str) -> None:
+        """End a request: its completions come as far as they are, "cancelled".
+
+        What it holds is free after one step. An id that is not known any more, or was
+        never, is nothing.
+        """
+        self._thread.do(self._thread.end_named, request_id, "cancelled")
+
+    async def export(self, request_id: str) -> RequestState:
+        """Take a request out, whole, so that `resume` goes on with it elsewhere.
+
+        Here it ends with completions that are "exported".
+
+        Raises:
+          ValueError: no request under way has that id.
+        """
+        return await self._thread.ask(self._thread.export, request_id)
+
+    def register_adapter(
+        self,
+        name: str,
+        source: AdapterSource,
+        *,
+        allow_nan: bool = False,
+        pin: bool = False,
+        **fields: Any,
+    ) -> None:
+        """Make an adapter known; it is read when a request wants it.
+
+        Where the name is known already, requests that began under the old weights end
+        under them, and others get the new ones.
+
+        Args:
+          name: what requests call it.
+          source: a PEFT directory, an id of the Hugging Face hub, or the weights:
+            module -> (`A [rank, d_in]`, `B [d_out, rank]`), as for `save_adapter`.
+            They are kept, not copied.
+          allow_nan: take weights that are not finite.
+          pin: bring it to the device now, and keep it there.
+          **fields: with weights, those of `adapter_config.json`, such as `lora_alpha`.
+
+        Raises:
+          ValueError: the name is empty.
+        """
+        read = self._sources.reader(name, source, fields)
+        self._forgotten.discard(name)
+        options = {"allow_nan": allow_nan, "is_pinned": pin}
+        self._thread.do(self._residence.register, name, read, **options)
+
+    async def load_adapter(
+        self,
+        name: str,
+        source: AdapterSource,
+        *,
+        allow_nan: bool = False,
+        pin: bool = False,
+        **fields: Any,
+    ) -> None:
+        """Register an adapter when it is there and good; see `register_adapter`.
+
+        Until then, and if anything is wrong with it, requests get what they got before.
+        While all slots are in use it waits for one.
+
+        Raises:
+          ValueError: it cannot be read, does not fit the base, is too large, or is not
+            finite.
+        """
+        read = self._sources.reader(name, source, fields)
+        await self._thread.load(name, read, allow_nan=allow_nan, is_pinned=pin)
+        self._forgotten.discard(name)
+
+    async def unload_adapter(self, name: str, *, cancel: bool = False) -> None:
+        """Forget an adapter, and wait until nothing of it is left on host and device.
+
+        Args:
+          name: the adapter's; new requests for it are refused from now on.
+          cancel: end its requests now; else they are waited for.
+
+        Raises:
+          UnknownAdapterError: no adapter has that name.
+        """
+        version = await self._thread.ask(self._forget, name, cancel)
+        await asyncio.wrap_future(version.gone)
+
+    async def pin_adapter(self, name: str, is_pinned: bool = True) -> None:
+        """Bring an adapter to the device and keep it there, or let it go again.
+
+        Args:
+          name: the adapter's.
+          is_pinned: whether it stays there.
+
+        Raises:
+          UnknownAdapterError: no adapter has that name.
+        """
+        self._find_adapter(name)
+        await self._thread.ask(self._residence.pin, name, is_pinned)
+
+    def encode_chat(
+        self, messages: Sequence[Any], **options: Unpack[ChatOptions]
+    ) -> list[list[int]]:
+        """Turn conversations into prompts of token ids, as `LLM` does; see `LLM`."""
+        return self._base.encode_chat(messages, **options)
+
+    def stats(self) -> EngineStats:
+        """Return what there is and what was served, at this moment."""
+        return self._thread.stats(self._base.sizes.num_slots)
+
+    def close(self) -> None:
+        """End: requests under way fail with `EngineClosedError`; waits for the thread.
+
+        A second time does nothing.
+        """
+        self._thread.close()
+        for executor in (self._executor, self._copier):
+            executor.shutdown(wait=False, cancel_futures=True)
+
+    def _request(
+        self,
+        prompt: Any,
+        adapter: Any,
+        sampling: SamplingParams,
+        terms: Terms,
+        name: str | None,
+    ) -> EngineRequest:
+        fresh: list[Piece | Exception] = []
+        sequences = self._prompts.sequences(
+            [prompt],
+            adapter,
+            sampling,
+            lambda index, text: fresh.append(Piece(index, text)),
+            default=self.default_sampling,
+            terms=terms,
+        )
+        if name is None:
+            name = f"request {next(self._numbers)}"
+        return EngineRequest(name, sequences, sequences[0].sampling, terms, fresh)
+
+    def _find_adapter(self, name: str) -> None:
+        """Look into `adapters_dir` for a name that is not known."""
+        # What registers it may be on its way: the engine's thread is who refuses it.
+        if not isinstance(name, str) or name in self._residence:
+            return
+        if name not in self._forgotten and (read := self._sources.find(name)):
+            self._thread.do(self._register_found, name, read)
+
+    def _forget(self, name: str, cancel: bool) -> Version:
+        version = self._thread.unload(name, cancel)
+        self._forgotten.add(name)
+        return version
+
+    def _register_found(self, name: str, read: Callable[[], Adapter]) -> None:
+        if name not in self._residence and name not in self._forgotten:
+            self._residence.register(name, read)

@@ -1,0 +1,110 @@
+"""One request of an engine, and the way back to whoever asked.
+
+Knows its sequences and the asker's event loop; nothing of steps.
+"""
+
+import asyncio
+from collections.abc import Sequence
+
+from punica_jax.request import SamplingParams, Terms
+from punica_jax.request_state import RequestState, SampleState
+from punica_jax.sequence import SequenceState
+from punica_jax.stats import AdapterStats
+from punica_jax.stream import Piece
+
+
+class QueueFullError(RuntimeError):
+    """More requests wait than may."""
+
+
+class EngineClosedError(RuntimeError):
+    """The engine has been closed, or an error has ended it."""
+
+
+class EngineRequest:
+    """One request's sequences, and the way back to whoever asked.
+
+    Attributes:
+      name: its id.
+      sequences: one for each completion.
+      loop: the asker's event loop.
+      fresh: what has come and is not handed over.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        sequences: Sequence[SequenceState],
+        sampling: SamplingParams,
+        terms: Terms,
+        fresh: list[Piece | Exception],
+    ):
+        if not isinstance(name, str):
+            raise ValueError(f"request_id must be a text, got {name!r}")
+        self.name = name
+        self.sequences = sequences
+        self.sampling = sampling
+        self.terms = terms
+        self.fresh = fresh
+        self.loop = asyncio.get_running_loop()
+        self.news: asyncio.Queue[list[Piece | Exception]] = asyncio.Queue()
+
+    def replay(self, samples: Sequence[SampleState], vocab_size: int) -> None:
+        """Go on from where its completions stood elsewhere.
+
+        Raises:
+          ValueError: they cannot have stood there.
+        """
+        if len(samples) != len(self.sequences):
+            raise ValueError(
+                f"a state must have a sample for each of n = {len(self.sequences)} "
+                f"completions, got {len(samples)}"
+            )
+        for sequence, sample in zip(self.sequences, samples, strict=True):
+            if max(sample.token_ids, default=0) >= vocab_size:
+                raise ValueError(
+                    f"a sample's tokens must be from 0 to {vocab_size - 1}, got "
+                    f"{max(sample.token_ids)}"
+                )
+            sequence.replay(sample)
+
+    def end(self, sequence: SequenceState) -> None:
+        """Take a completion's end."""
+        if sequence.error is not None:
+            self.fresh.append(sequence.error)
+        else:
+            index = self.sequences.index(sequence)
+            self.fresh.append(Piece(index, "", sequence.completion()))
+
+    @property
+    def state(self) -> RequestState:
+        first = self.sequences[0]
+        return RequestState(
+            prompt_token_ids=tuple(first.tokens[: first.num_prompt]),
+            adapter=first.adapter,
+            sampling=self.sampling,
+            terms=self.terms,
+            samples=tuple(sequence.state for sequence in self.sequences),
+        )
+
+
+def count_end(stats: AdapterStats, sequence: SequenceState) -> None:
+    """Add a sequence that has ended."""
+    if sequence.finish_reason == "error":
+        stats.num_failed += 1
+    elif sequence.finish_reason == "cancelled":
+        stats.num_cancelled += 1
+    elif sequence.finish_reason == "exported":
+        stats.num_exported += 1
+    else:
+        stats.num_finished += 1
+    num_new = len(sequence.new_tokens) - sequence.num_replayed
+    stats.num_prompt_tokens += sequence.num_prompt
+    stats.num_new_tokens += num_new
+    if sequence.seated_s is not None:
+        stats.queue_s.add(sequence.seated_s - sequence.arrived_s)
+    if sequence.first_token_s is not None and sequence.newest_token_s is not None:
+        stats.first_token_s.add(sequence.first_token_s - sequence.arrived_s)
+        if num_new > 1:
+            spent_s = sequence.newest_token_s - sequence.first_token_s
+            stats.token_s.add(spent_s / (num_new - 1))

@@ -1,0 +1,752 @@
+"""Requests of an engine: how they come, how they end, and what is left of them."""
+
+import asyncio
+import contextlib
+import dataclasses
+import threading
+
+import pytest
+
+import punica_jax as pj
+from punica_jax.request_state import SampleState
+from tests.engine_cases import (
+    CONFIG,
+    GREEDY,
+    NUM_KV_PAGES,
+    Alone,
+    Pause,
+    assert_same,
+    check_idle,
+    completions,
+    files,
+    has_tokens,
+    held,
+    inside,
+    make_engine,
+    run,
+    until,
+)
+
+LONG = pj.SamplingParams(max_new_tokens=60, ignore_eos=True)
+DRAWN = pj.SamplingParams(
+    max_new_tokens=14,
+    temperature=1.0,
+    seed=3,
+    frequency_penalty=0.5,
+    repetition_penalty=1.3,
+    ignore_eos=True,
+)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return files(tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def engine(root):
+    with make_engine(root) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def alone(root):
+    return Alone(root)
+
+
+@pytest.fixture(autouse=True)
+def leaves_it_idle(engine):
+    yield
+    check_idle(engine)
+
+
+@pytest.fixture
+def other(root):
+    """An engine that a test may spoil."""
+    with make_engine(root) as other:
+        yield other
+
+
+def ask(engine, *request, **options):
+    return run(completions(engine.generate(*request, **options)))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "adapter", "sampling"),
+    [
+        ("hello", None, GREEDY),
+        ("hello", "a", DRAWN),
+        (
+            [256, *range(50)],
+            "c",
+            dataclasses.replace(DRAWN, n=3, logprobs=2, prompt_logprobs=1),
+        ),
+        ("stop", "b", dataclasses.replace(LONG, stop=["\x19\ufffd", "b"])),
+    ],
+)
+def test_pieces_add_up_and_equal_an_llm(engine, alone, prompt, adapter, sampling):
+    want = alone(prompt, adapter, sampling)
+    assert_same(ask(engine, prompt, adapter, sampling), want)
+
+
+def test_the_default_sampling_is_the_checkpoints(engine, alone):
+    [got] = ask(engine, "hello")
+    assert got.finish_reason in ("stop", "length")
+    assert [got] == alone("hello", None, engine.default_sampling)
+
+
+def test_many_tasks_on_two_event_loops(engine, alone):
+    adapters = (None, "a", "b", "c", "d")
+    requests = [(f"hi {i % 7}", adapters[i % 5]) for i in range(24)]
+    answers = {}
+
+    def serve(part):
+        async def main():
+            return await asyncio.gather(
+                *(completions(engine.generate(*one, GREEDY)) for one in requests[part])
+            )
+
+        answers[part.start] = run(main())
+
+    threads = [
+        threading.Thread(target=serve, args=[slice(start, None, 2)])
+        for start in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for start, answered in answers.items():
+        for request, got in zip(requests[start::2], answered, strict=True):
+            assert got == alone(*request), request
+    assert answers.keys() == {0, 1}
+
+
+def steps_after_end(engine, monkeypatch):
+    """Return a list that gets, after each step from an end on, whether all is free."""
+    is_free, has_ended = [], threading.Event()
+    step, end = engine._loop.step, engine._thread.end
+
+    def stepping():
+        over = step()
+        if has_ended.is_set():
+            scheduler = engine._loop.scheduler
+            is_free.append(not scheduler.sequences and not engine._loop.pages.num_uses)
+        return over
+
+    def ending(*arguments):
+        has_ended.set()
+        end(*arguments)
+
+    monkeypatch.setattr(engine._loop, "step", stepping)
+    monkeypatch.setattr(engine._thread, "end", ending)
+    return is_free
+
+
+@pytest.mark.parametrize("how", ["aclose", "break", "task", "raise"])
+def test_leaving_the_iterator_frees_all_within_one_step(engine, monkeypatch, how):
+    is_free = steps_after_end(engine, monkeypatch)
+    sampling = dataclasses.replace(DRAWN, n=2, max_new_tokens=80)
+
+    async def leave(pause):
+        pieces = engine.generate("hello", "a", sampling)
+        if how == "aclose":
+            await anext(pieces)
+            await pause.reached()
+            await pieces.aclose()
+        elif how == "task":
+            task = asyncio.create_task(completions(pieces))
+            await pause.reached()
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        else:
+            async for _ in pieces:
+                await pause.reached()
+                if how == "break":
+                    break
+                raise ZeroDivisionError
+
+    async def main():
+        with Pause(engine, has_tokens(engine, 4)) as pause:
+            with contextlib.suppress(ZeroDivisionError):
+                await leave(pause)
+            await until(lambda: bool(engine._thread._commands))
+            pause.go()
+            await until(lambda: bool(is_free))
+
+    run(main())
+    assert is_free[0] is True
+
+
+def test_a_task_cancelled_at_any_moment_harms_nobody(engine, alone):
+    async def main():
+        for turns in range(12):
+            task = asyncio.create_task(completions(engine.generate("hi", "a", GREEDY)))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            with held(engine):  # while the engine has not answered yet
+                task = asyncio.create_task(completions(engine.generate("x", "a")))
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+        return await completions(engine.generate("hi", "a", GREEDY))
+
+    assert run(main()) == alone("hi", "a")
+
+
+def test_cancelling_by_id(engine, alone):
+    [whole] = alone("hello", "a", LONG)
+
+    async def main():
+        with Pause(engine, has_tokens(engine, 5)) as pause:
+            answer = asyncio.create_task(
+                completions(engine.generate("hello", "a", LONG, request_id="it"))
+            )
+            await pause.reached()
+            engine.cancel("it")
+            engine.cancel("it")
+            engine.cancel("nobody")
+            pause.go()
+            return await answer
+
+    [got] = run(main())
+    assert got.finish_reason == "cancelled" and got.error is None
+    assert 5 <= len(got.token_ids) <= 6
+    assert got.token_ids == whole.token_ids[: len(got.token_ids)]
+    assert got.text == engine.tokenizer.decode(got.token_ids)
+    for name in (3, ["it"], None):
+        engine.cancel(name)  # nobody has it
+        with pytest.raises(ValueError, match="no request under way has the id"):
+            run(engine.export(name))
+
+
+def test_cancelling_who_waits(engine):
+    async def main():
+        with held(engine):
+            answers = [
+                asyncio.create_task(
+                    completions(engine.generate("hello", "a", GREEDY, request_id=name))
+                )
+                for name in "abcdef"
+            ]
+            await asyncio.sleep(0)
+            await until(lambda: len(engine._thread._commands) == 6)
+            engine.cancel("f")
+        return await asyncio.gather(*answers)
+
+    *others, [last] = run(main())
+    assert (last.finish_reason, last.token_ids, last.text) == ("cancelled", (), "")
+    assert all(len(got.token_ids) == 12 for [got] in others)
+
+
+def test_a_deadline(engine):
+    before = engine.stats().base.num_failed
+    text = "a request was not answered within its deadline of 1e-09 s; 0 tokens had"
+    with pytest.raises(pj.DeadlineError, match=text):
+        ask(engine, "hello", None, LONG, terms=pj.Terms(deadline_s=1e-9))
+    assert engine.stats().base.num_failed == before + 1
+    [got] = ask(engine, "hello", None, GREEDY, terms=pj.Terms(deadline_s=1e9))
+    assert got.finish_reason == "length"
+
+
+def test_a_deadline_amid_an_answer(engine):
+    async def main():
+        with Pause(engine, has_tokens(engine, 3)) as pause:
+            terms = pj.Terms(deadline_s=1000.0)
+            answer = asyncio.create_task(
+                completions(engine.generate("hello", "a", LONG, terms=terms))
+            )
+            beside = asyncio.create_task(completions(engine.generate("x", "a", GREEDY)))
+            await pause.reached()
+            for sequence in engine._loop.scheduler.sequences:
+                sequence.arrived_s -= 2000  # so long ago did it come
+            pause.go()
+            with pytest.raises(pj.DeadlineError, match=r"of 1000 s; [34] tokens had"):
+                await answer
+            return await beside
+
+    assert len(run(main())[0].token_ids) == 12
+
+
+def test_a_full_queue(root):
+    # Four seats, and three that may wait.
+    with make_engine(root, max_waiting=3) as engine:
+
+        async def main():
+            with held(engine):
+                answers = [
+                    asyncio.create_task(completions(engine.generate("x", "a", GREEDY)))
+                    for _ in range(9)
+                ]
+                await until(lambda: len(engine._thread._commands) == 9)
+            return await asyncio.gather(*answers, return_exceptions=True)
+
+        *answered, one, two = run(main())
+        assert all(isinstance(got, list) for got in answered)
+        for error in (one, two):
+            assert isinstance(error, pj.QueueFullError)
+            assert str(error) == (
+                "7 requests wait already, and at most max_waiting = 3 may; try again "
+                "later or raise it"
+            )
+        with pytest.raises(ValueError, match="n must be at most 7 here, got 8"):
+            ask(engine, "x", "a", dataclasses.replace(DRAWN, n=8))
+        assert ask(engine, "x", "a", GREEDY) == answered[0]
+        stats = engine.stats().adapters["a"]
+        assert (stats.num_requests, stats.num_finished) == (8, 8)
+        check_idle(engine)
+
+
+def test_an_id_is_one_requests_alone(engine, alone):
+    async def main():
+        with Pause(engine, has_tokens(engine, 1)) as pause:
+            first = completions(engine.generate("x", "a", GREEDY, request_id="same"))
+            answer = asyncio.create_task(first)
+            await pause.reached()
+            second = completions(engine.generate("x", "a", GREEDY, request_id="same"))
+            refused = asyncio.create_task(second)
+            await until(lambda: bool(engine._thread._commands))
+            pause.go()
+            with pytest.raises(
+                ValueError, match="a request with the id 'same' is under way"
+            ):
+                await refused
+            return await answer
+
+    assert run(main()) == alone("x", "a")
+    assert ask(engine, "x", "a", GREEDY, request_id="same") == alone("x", "a")
+
+
+@pytest.mark.parametrize(
+    ("request_", "options", "message"),
+    [
+        ([""], {}, "prompt 0 is empty"),
+        ([[5, 264]], {}, "prompt 0 has token 264; tokens must be integers from 0 to"),
+        ([[7] * 96], {}, "prompt 0 has 96 tokens, .* max_model_len is 96; shorten it"),
+        (["x", "nope"], {}, "no adapter is named 'nope'; known are|none is known"),
+        (["x", 3], {}, "adapters must be one .* got 3"),
+        (["x", [["a"]]], {}, r"no adapter is named \['a'\]"),
+        (["x", None, 3], {}, "sampling must be one for all prompts or one each: got 3"),
+        (["x", None, [3]], {}, "sampling 0 must be a SamplingParams, got 3"),
+        (["x"], {"terms": {"priority": 1}}, r"terms must be a Terms, got {'priority'"),
+        (["x"], {"request_id": 5}, "request_id must be a text, got 5"),
+        (["x"], {"request_id": ["a"]}, r"request_id must be a text, got \['a'\]"),
+    ],
+)
+def test_bad_requests_fail_alone(engine, alone, request_, options, message):
+    async def main():
+        async def bad():
+            with pytest.raises(ValueError, match=message):
+                await completions(engine.generate(*request_, **options))
+
+        return await asyncio.gather(
+            completions(engine.generate("hello", "a", GREEDY)), bad()
+        )
+
+    assert run(main())[0] == alone("hello", "a")
+
+
+def test_closing_ends_what_is_under_way(root):
+    engine = make_engine(root)
+
+    async def main():
+        with Pause(engine, has_tokens(engine, 3)) as pause:
+            answers = [
+                asyncio.create_task(completions(engine.generate("x", "a", LONG)))
+                for _ in range(6)  # two of them wait
+            ]
+            await pause.reached()
+            closing = asyncio.create_task(asyncio.to_thread(engine.close))
+            await until(lambda: engine._thread._is_closing)
+            late = asyncio.create_task(completions(engine.generate("x", "a", GREEDY)))
+            await until(lambda: bool(engine._thread._commands))
+            pause.go()
+            await closing
+        return await asyncio.gather(*answers, late, return_exceptions=True)
+
+    for error in run(main()):
+        assert isinstance(error, pj.EngineClosedError)
+        assert str(error) == "the engine has ended" and error.__cause__ is None
+    engine.close()
+    assert not engine._thread._thread.is_alive()
+    for call in (
+        lambda: ask(engine, "x"),
+        lambda: engine.cancel("x"),
+        lambda: run(engine.export("x")),
+        lambda: engine.register_adapter("x", root),
+        lambda: run(engine.load_adapter("x", root)),
+        lambda: run(engine.unload_adapter("a")),
+        lambda: run(engine.pin_adapter("a")),
+    ):
+        with pytest.raises(pj.EngineClosedError, match="the engine has ended"):
+            call()
+    assert engine.stats().num_kv_pages == NUM_KV_PAGES
+
+
+def test_closing_never_misses_its_thread(root):
+    # It comes when the thread has nothing to do, and is about to sleep.
+    engine = make_engine(root, warm_up=False)
+    closing = threading.Thread(target=engine.close)
+    awake, clear = engine._thread._awake, engine._thread._awake.clear
+    num_calls = 0
+
+    def clear_late():
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 2:  # the first one comes before the command
+            closing.start()
+            assert awake.wait(10)  # until `close` has set it
+        clear()
+
+    awake.clear = clear_late
+    engine._thread.do(lambda: None)
+    engine._thread._thread.join(10)
+    assert not engine._thread._thread.is_alive()
+    closing.join(10)
+
+
+def test_a_context_manager_closes(root):
+    with make_engine(root) as engine:
+        assert ask(engine, "hello", "a", GREEDY)
+    with pytest.raises(pj.EngineClosedError):
+        ask(engine, "hello", "a", GREEDY)
+
+
+def test_an_error_in_the_thread_ends_all_with_its_cause(root, monkeypatch):
+    engine = make_engine(root)
+    launch, error = engine._runner.launch, RuntimeError("the device is lost")
+    launched = []
+
+    def fail(*arguments):
+        launched.append(arguments)
+        if len(launched) > 5:
+            raise error
+        return launch(*arguments)
+
+    monkeypatch.setattr(engine._runner, "launch", fail)
+
+    async def main():
+        return await asyncio.gather(
+            *(completions(engine.generate("x", "a", LONG)) for _ in range(6)),
+            return_exceptions=True,
+        )
+
+    for got in run(main()):
+        assert isinstance(got, pj.EngineClosedError) and got.__cause__ is error
+    with pytest.raises(pj.EngineClosedError) as caught:
+        ask(engine, "x")
+    assert caught.value.__cause__ is error
+    engine.close()
+
+
+def test_an_event_loop_that_is_gone(engine, alone):
+    loop = asyncio.new_event_loop()
+    pieces = engine.generate("hello", "a", LONG, request_id="left")
+    with Pause(engine, has_tokens(engine, 3)) as pause:
+        first = loop.create_task(anext(pieces))
+        loop.run_until_complete(pause.reached())
+        first.cancel()
+        loop.close()  # with all that it had to do
+        pause.go()
+    assert ask(engine, "hello", "a", GREEDY) == alone("hello", "a")
+    check_idle(engine)
+    del first, pieces
+
+
+def test_what_has_been_served_is_counted(root):
+    with make_engine(root) as engine:
+        fresh = engine.stats()
+        assert (fresh.num_steps, fresh.num_adapters) == (0, 7)
+        assert set(fresh.tiers.values()) == {"disk"}
+        for _ in range(2):
+            ask(engine, "hello", "a", GREEDY)
+        ask(engine, "hello", None, dataclasses.replace(DRAWN, n=2))
+        for name in "bcd":
+            ask(engine, "hello", name, GREEDY)
+        with pytest.raises(pj.DeadlineError):
+            ask(engine, "x", "b", GREEDY, terms=pj.Terms(deadline_s=1e-9))
+
+        async def cancel():
+            with Pause(engine, has_tokens(engine, 2)) as pause:
+                request = engine.generate("hello", "d", LONG, request_id="it")
+                answer = asyncio.create_task(completions(request))
+                await pause.reached()
+                now = engine.stats()
+                assert (now.num_running, now.num_waiting) == (1, 0)
+                assert now.num_free_kv_pages == NUM_KV_PAGES - 1
+                engine.cancel("it")
+                pause.go()
+                return await answer
+
+        [cut] = run(cancel())
+        # Digests are computed after their adapters are ready.
+        run(until(lambda: not engine._residence._tasks))
+        stats = engine.stats()
+        assert stats.num_steps > 0 and stats.num_preempted == 0
+        assert (stats.num_slots, stats.num_on_device, stats.num_adapters) == (3, 3, 7)
+        tiers = ["host", *["device"] * 3, *["disk"] * 3]
+        assert stats.tiers == dict(zip("abcdefg", tiers, strict=True))
+        assert stats.host_adapter_bytes == sum(
+            engine._residence[name].nbytes or 0 for name in "abcd"
+        )
+        a, b, d = (stats.adapters[name] for name in "abd")
+        assert (a.num_requests, a.num_finished, a.num_failed) == (2, 2, 0)
+        assert (a.num_prompt_tokens, a.num_new_tokens) == (2 * 6, 2 * 12)
+        assert (a.num_reads, a.num_loads, a.num_evictions) == (1, 1, 1)
+        assert a.load_s.count == 1 and 0 < a.load_s.mean_s < 60
+        assert a.queue_s.count == a.first_token_s.count == a.token_s.count == 2
+        assert 0 < a.queue_s.total_s <= a.first_token_s.total_s
+        assert (b.num_requests, b.num_finished, b.num_failed) == (2, 1, 1)
+        assert b.num_evictions == 0 and b.first_token_s.count == 1
+        assert (d.num_requests, d.num_finished, d.num_cancelled) == (2, 1, 1)
+        assert d.num_new_tokens == 12 + len(cut.token_ids)
+        base = stats.base
+        assert (base.num_requests, base.num_finished) == (2, 2)  # one of each sample
+        assert (base.num_prompt_tokens, base.num_new_tokens) == (2 * 6, 2 * 14)
+        assert base.num_reads == base.num_loads == 0
+        check_idle(engine)
+
+
+def finished_in_order(engine, requests):
+    """Have all requests wait at once; return their numbers as they end."""
+    order = []
+
+    async def one(number, adapter, terms):
+        sampling = dataclasses.replace(GREEDY, max_new_tokens=4)
+        await completions(engine.generate("hello", adapter, sampling, terms=terms))
+        order.append(number)
+
+    async def main():
+        with held(engine):
+            answers = [
+                asyncio.create_task(one(number, *request))
+                for number, request in enumerate(requests)
+            ]
+            await until(lambda: len(engine._thread._commands) == len(requests))
+        await asyncio.gather(*answers)
+
+    run(main())
+    return order
+
+
+def test_higher_priorities_go_first(engine):
+    ask(engine, "hello", "a", GREEDY)
+    requests = [("a", pj.Terms(priority=int(i == 11))) for i in range(12)]
+    order = finished_in_order(engine, requests)
+    assert order.index(11) < 4 and order[4:] == sorted(order[4:])
+
+
+@pytest.mark.parametrize(
+    ("policy", "last"),
+    [
+        (pj.LatencyTargets, pj.Terms(first_token_s=0.001)),
+        (pj.FairShare, pj.Terms(tenant="small")),
+        (lambda: pj.FairShare({"small": 2.0}), pj.Terms(tenant="small")),
+        (pj.FirstComeFirstServed, None),
+    ],
+)
+def test_policies(root, alone, policy, last):
+    with make_engine(root, policy=policy) as engine:
+        assert ask(engine, "hello", "a", GREEDY) == alone("hello", "a")
+        first = pj.Terms(tenant="large")
+        requests = [*[("a", first)] * 11, ("a", last or first)]
+        order = finished_in_order(engine, requests)
+        assert sorted(order) == list(range(12))
+        assert (order.index(11) < 4) == (last is not None)
+        check_idle(engine)
+
+
+EXPORTED = {
+    "greedy": ("hello", "a", LONG),
+    "drawn": ("hello", "b", dataclasses.replace(DRAWN, max_new_tokens=40, seed=None)),
+    "penalties": (
+        [256, *range(40)],
+        None,
+        dataclasses.replace(
+            DRAWN, max_new_tokens=40, presence_penalty=0.7, logit_bias={70: 3.0}
+        ),
+    ),
+    "logprobs": ("hello", "c", dataclasses.replace(LONG, logprobs=3)),
+    "prompt_logprobs": (
+        [256, *range(40)],
+        "a",
+        dataclasses.replace(LONG, prompt_logprobs=2, logprobs=0, max_new_tokens=40),
+    ),
+    "several": ("hello", "a", dataclasses.replace(DRAWN, n=2, max_new_tokens=40)),
+    "stop": ("hello", "a", dataclasses.replace(LONG, stop=["K\x1f", "never"])),
+}
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 7, 23])
+@pytest.mark.parametrize("kind", EXPORTED)
+def test_an_exported_request_goes_on_elsewhere(engine, root, kind, num_tokens):
+    prompt, adapter, sampling = EXPORTED[kind]
+    seen, more = [], []
+
+    async def main():
+        with Pause(engine, has_tokens(engine, num_tokens)) as pause:
+            request = engine.generate(prompt, adapter, sampling, request_id="it")
+            answer = asyncio.create_task(completions(request, seen))
+            await pause.reached()
+            asked = asyncio.create_task(engine.export("it"))
+            await until(lambda: bool(engine._thread._commands))
+            pause.go()
+            state = await asked
+        for cut, sample in zip(await answer, state.samples, strict=True):
+            assert cut.finish_reason == "exported"
+            assert cut.token_ids == sample.token_ids
+            assert len(sample.token_ids) >= num_tokens or sampling.n > 1
+        again = pj.RequestState.from_json(state.to_json())
+        assert again == state
+        with pytest.raises(ValueError, match="no request under way has the id 'it'"):
+            await engine.export("it")
+        resumed = other.resume(again, request_id="it")
+        return state, await completions(resumed, more, is_whole=False)
+
+    with make_engine(root) as other:
+        state, got = run(main())
+        check_idle(other)
+    # Whoever is not told a seed draws one, which travels.
+    if sampling.seed is None and sampling.temperature:
+        sampling = dataclasses.replace(sampling, seed=state.samples[0].seed)
+    assert_same(got, ask(engine, prompt, adapter, sampling))
+    for index, completion in enumerate(got):
+        pieces = [one.text for one in seen + more if one.index == index]
+        assert "".join(pieces) == completion.text
+
+
+def test_what_is_held_back_travels_unseen(engine, alone):
+    [whole] = alone("hello", "a", LONG)
+    at = 8
+    # All but the last of its characters come before the cut.
+    stop = whole.text[at : at + 12] + "?"
+    sampling = dataclasses.replace(LONG, stop=stop)
+    seen, more = [], []
+
+    async def main():
+        with Pause(
+            engine,
+            lambda: any(
+                len("".join(one._pieces)) == at and len(one.new_tokens) > at + 4
+                for one in engine._loop.scheduler.running
+            ),
+        ) as pause:
+            request = engine.generate("hello", "a", sampling, request_id="it")
+            answer = asyncio.create_task(completions(request, seen))
+            await pause.reached()
+            asked = asyncio.create_task(engine.export("it"))
+            await until(lambda: bool(engine._thread._commands))
+            pause.go()
+            await answer
+            return await asked
+
+    state = run(main())
+    [got] = run(completions(engine.resume(state), more, is_whole=False))
+    assert got.text == whole.text
+    assert "".join(piece.text for piece in seen + more) == whole.text
+
+
+def test_states_that_do_not_fit(engine):
+    state = pj.RequestState(
+        prompt_token_ids=(5, 6),
+        adapter="a",
+        sampling=GREEDY,
+        terms=pj.Terms(),
+        samples=(),
+    )
+
+    def resume(state):
+        return run(completions(engine.resume(state), is_whole=False))
+
+    with pytest.raises(
+        ValueError, match=r"a sample for each of n = 1 completions, got"
+    ):
+        resume(state)
+    with pytest.raises(ValueError, match="no adapter is named 'nope'"):
+        sample = SampleState(seed=0, token_ids=())
+        resume(dataclasses.replace(state, adapter="nope", samples=(sample,)))
+    with pytest.raises(ValueError, match="prompt 0 has token 264"):
+        resume(dataclasses.replace(state, prompt_token_ids=(264,)))
+    for tokens, message in [
+        ((1,) * 13, "a sample must have at most 12 tokens here, got 13"),
+        ((264,), "a sample's tokens must be from 0 to 263, got 264"),
+    ]:
+        sample = SampleState(seed=0, token_ids=tokens)
+        with pytest.raises(ValueError, match=message):
+            resume(dataclasses.replace(state, samples=(sample,)))
+    sample = SampleState(seed=0, token_ids=(1, 2))
+    sampling = dataclasses.replace(GREEDY, logprobs=1)
+    with pytest.raises(ValueError, match="log-probabilities of all of its 2 tokens"):
+        resume(dataclasses.replace(state, sampling=sampling, samples=(sample,)))
+
+
+def test_one_of_two_samples_may_have_ended(engine):
+    sampling = dataclasses.replace(DRAWN, n=2, max_new_tokens=40, seed=11)
+    want = ask(engine, "hello", "a", sampling)
+    early = want[0].token_ids[3]
+    assert early not in want[1].token_ids[:12]
+    sampling = dataclasses.replace(sampling, stop_token_ids=[early])
+    want = ask(engine, "hello", "a", sampling)
+
+    async def main():
+        def holds():
+            running = engine._loop.scheduler.running
+            return len(running) == 1 and len(running[0].new_tokens) > 6
+
+        with Pause(engine, holds) as pause:
+            request = engine.generate("hello", "a", sampling, request_id="it")
+            answer = asyncio.create_task(completions(request))
+            await pause.reached()
+            asked = asyncio.create_task(engine.export("it"))
+            await until(lambda: bool(engine._thread._commands))
+            pause.go()
+            ended, cut = await answer
+            assert (ended.finish_reason, cut.finish_reason) == ("stop", "exported")
+            resumed = engine.resume(await asked)
+            return await completions(resumed, is_whole=False)
+
+    assert run(main()) == want
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"max_waiting": 0}, "max_waiting must be an integer of at least 1, got 0"),
+        ({"max_waiting": True}, "max_waiting must be an integer .* got True"),
+        ({"max_waiting": 1.5}, "max_waiting must be an integer .* got 1.5"),
+        ({"policy": "fair"}, "policy must be a function that makes a queue, such as"),
+        ({"policy": None}, "policy must be a function .* got None"),
+        ({"max_seats": 0}, "max_seats must be an integer of at least 1, got 0"),
+        ({"max_step_rows": 0}, "max_step_rows must be an integer of at least 1, got 0"),
+        ({"num_slots": 0}, "num_slots must be an integer of at least 1, got 0"),
+        ({"max_rank": 513}, "max_rank must be at most 512, got 513"),
+        ({"max_model_len": 129}, "max_position_embeddings 128, got 129"),
+        ({"page_size": 24}, "page_size must be a power of two .* got 24"),
+        ({"kv_memory": 5}, "kv_memory = 5 is 0 bytes in whole pages, and one sequence"),
+        ({"kv_memory": 0}, "kv_memory must be"),
+        ({"adapter_memory": 5}, "adapter_memory = 5 is 5 bytes, and one adapter of"),
+        ({"host_adapter_memory": 0}, "host_adapter_memory must be"),
+        ({"implementation": "cuda"}, "implementation must be one of .* got 'cuda'"),
+    ],
+)
+def test_bad_configs(root, fields, message):
+    with pytest.raises(ValueError, match=message):
+        pj.Engine(root / "model", config=pj.EngineConfig(**CONFIG | fields))
+
+
+def test_bad_places(root):
+    config = pj.EngineConfig(**CONFIG)
+    with pytest.raises(ValueError, match="adapters_dir must be a directory, got"):
+        pj.Engine(root / "model", adapters_dir=root / "nothing", config=config)
+    with pytest.raises(pj.HubError, match="no such directory"):
+        pj.Engine(root / "nothing", config=config)
+
+
+def test_nothing_is_known_of_it_but_what_it_says(engine):
+    assert "decode[4]" in engine.programs and "write_seat" in engine.programs
+    assert engine.max_model_len == 96
+    assert "Engine" in repr(engine)
+    assert inside(engine, lambda: engine._loop.busy) is False

@@ -1,6 +1,6 @@
 """What others' engines were measured at: quoted, with source and date.
 
-Knows the two JSON files beside this one; nothing of our own figures.
+Knows the JSON files beside this one; nothing of our own figures.
 """
 
 import json
@@ -10,6 +10,7 @@ from typing import Any
 _FOLDER = Path(__file__).parent
 KERNELS = "peers_h200.json"
 END_TO_END = "peers_end_to_end_h200.json"
+WHOLE_RUNS = "peers_serving_h200.json"
 # The contexts over which vLLM's steps are a mean.
 SPAN = "512..640"
 

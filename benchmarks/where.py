@@ -35,7 +35,6 @@ from benchmarks.timeline import (
     sources,
 )
 from punica_jax.bench_model import BenchModel
-from punica_jax.packing import pack
 
 OTHER = "activations, residuals, other"
 # By a kernel's own name, where it has one: ours, and the libraries' products.
@@ -131,12 +130,9 @@ def profile(
     """Profile some steps of a case; see `summarise`."""
     runner = bench.runner
     [batch] = batches_of(bench, case, method)
-    runner._pools = adapters_of(bench, case, method)
+    runner.adapters.pools = adapters_of(bench, case, method)
     runner.step(batch)
-    lowered = runner._step.lower(
-        runner._weights, runner._cache, runner._pools, *pack(batch)
-    )
-    by_operation = sources(lowered.compile().as_text() or "")
+    by_operation = sources(runner.lower(batch).compile().as_text() or "")
 
     def run():
         for _ in range(num_steps - 1):

@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from punica_jax.batch import BLOCK_ROWS, Batch, Bucket, Buckets, Wanted
+from punica_jax.chunk import Chunk
 from punica_jax.packing import pack, unpack
-from punica_jax.sequence import Chunk
 
 
 def test_default_programs_are_few():

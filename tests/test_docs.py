@@ -21,7 +21,7 @@ PAGES = {path.stem: path.read_text() for path in DOCS.glob("*.md")}
 # Python, and the text below it, if any, which is what it prints.
 EXAMPLE = re.compile(r"```python\n(.*?)```\n*(?:```text\n(.*?)```)?", re.DOTALL)
 # Pages with examples, in reading order: names of one are known to the next.
-WITH_EXAMPLES = ["quickstart", "adapters", "sampling", "your_code"]
+WITH_EXAMPLES = ["quickstart", "adapters", "sampling", "engine", "your_code"]
 
 
 def documented(public):

@@ -27,8 +27,8 @@ def test_a_section_that_is_missing_is_an_error():
 EXAMPLES = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
 
 
-def test_there_are_two_examples():
-    assert len(EXAMPLES) == 2  # each has a test of its own
+def test_there_are_three_examples():
+    assert len(EXAMPLES) == 3  # each has a test of its own
 
 
 def test_first_example_runs(checkpoint, capsys):
@@ -47,8 +47,23 @@ def test_first_example_runs(checkpoint, capsys):
 
 
 @pytest.mark.slow
-def test_second_example_runs(checkpoint):
+def test_second_example_runs(checkpoint, capsys):
     example = EXAMPLES[1]
+    for text, real in (
+        ("path/to/hf_model_dir", checkpoint / "model"),
+        ("path/to/peft_dirs", checkpoint),
+        ("path/to/another_peft_dir", checkpoint / "b"),
+        ("upper", "a"),
+    ):
+        assert text in example
+        example = example.replace(f'"{text}"', f'"{real}"')
+    exec(example, {"pj": pj})
+    assert "{'a': 'device', 'legal': 'device'}" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_third_example_runs(checkpoint):
+    example = EXAMPLES[2]
     example = example.replace("path/to/hf_model_dir", str(checkpoint / "model"))
     example = example.replace("path/to/peft_dir", str(checkpoint / "a"))
     call = "prompt_lens, slots, max_new_tokens=64"

@@ -4,7 +4,6 @@ Knows files, the table of who owns which pages, and the pools that they are writ
 """
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,11 @@ from punica_jax.models import (
     read_adapter,
     read_rank,
 )
-from punica_jax.placements import AdapterCapacityError, LoadedAdapter
+from punica_jax.placements import (
+    AdapterCapacityError,
+    LoadedAdapter,
+    check_sources,
+)
 from punica_jax.sizes import Sizes
 
 
@@ -42,16 +45,7 @@ def adapter_dirs(
     """
     if adapters is None:
         return {}
-    if not isinstance(adapters, Mapping):
-        raise ValueError(
-            "adapters must map names to directories or ids of the hub, such as "
-            f'{{"legal": "path/to/adapter"}}, got {adapters!r}'
-        )
-    for name in adapters:
-        if not isinstance(name, str) or not name:
-            raise ValueError(
-                f"an adapter's name must be a text, not empty, got {name!r}"
-            )
+    check_sources(adapters)
     if len(adapters) > sizes.num_slots:
         raise AdapterCapacityError(
             f"adapters must be at most num_slots = {sizes.num_slots}, got "

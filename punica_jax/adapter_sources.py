@@ -14,6 +14,7 @@ import numpy as np
 from punica_jax.base_model import BaseModel
 from punica_jax.hub import local_dir
 from punica_jax.models import Adapter, LlamaConfig, make_adapter, read_adapter
+from punica_jax.placements import check_name, check_sources
 
 # A PEFT directory or an id of the hub, or weights: see `save_adapter`.
 AdapterSource: TypeAlias = (
@@ -49,13 +50,10 @@ class AdapterSources:
         Raises:
           ValueError: it is no mapping, or has a bad name.
         """
-        if not isinstance(adapters, Mapping | None):
-            raise ValueError(
-                "adapters must map names to directories or ids of the hub, such as "
-                f'{{"legal": "path/to/adapter"}}, got {adapters!r}'
-            )
-        items = (adapters or {}).items()
-        return {name: self.reader(name, source, {}) for name, source in items}
+        if adapters is None:
+            return {}
+        check_sources(adapters)
+        return {name: self.reader(name, adapters[name], {}) for name in adapters}
 
     def reader(
         self, name: str, source: AdapterSource, fields: Mapping[str, Any]
@@ -70,10 +68,7 @@ class AdapterSources:
         Raises:
           ValueError: the name is empty or no text, or fields are given for files.
         """
-        if not isinstance(name, str) or not name:
-            raise ValueError(
-                f"an adapter's name must be a text, not empty, got {name!r}"
-            )
+        check_name(name)
         if isinstance(source, Mapping):
             return functools.partial(
                 make_adapter, self._config, source, dtype=self._dtype, **fields

@@ -25,12 +25,12 @@ from punica_jax.placements import (
     LoadedAdapter,
     Placement,
     UnknownAdapterError,
+    check_name,
+    listed_names,
 )
 
 if TYPE_CHECKING:
     from punica_jax.models._peft import AdapterReport
-
-_MAX_LISTED = 8
 
 
 class AdapterTable(Mapping[str, LoadedAdapter]):
@@ -199,10 +199,7 @@ class AdapterTable(Mapping[str, LoadedAdapter]):
           AdapterCapacityError: the rank is above `max_rank`, or slots or pages are out.
           ValueError: the name is empty, or is being loaded already.
         """
-        if not isinstance(name, str) or not name:
-            raise ValueError(
-                f"an adapter's name must be a text, not empty, got {name!r}"
-            )
+        check_name(name)
         if name in self._pending:
             raise ValueError(f"adapter {name!r} is being loaded already")
         assert num_pages.keys() == self._num_pages.keys(), sorted(num_pages)
@@ -312,10 +309,7 @@ class AdapterTable(Mapping[str, LoadedAdapter]):
     def _known(self) -> str:
         if not self._loaded:
             return "none is loaded"
-        names = [repr(name) for name in self._loaded]
-        rest = len(names) - _MAX_LISTED
-        more = f" and {rest} more" if rest > 0 else ""
-        return f"loaded are {', '.join(names[:_MAX_LISTED])}{more}"
+        return f"loaded are {listed_names(self._loaded)}"
 
 
 def _check_partition(

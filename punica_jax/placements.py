@@ -1,17 +1,19 @@
-"""One adapter's place on the device, and what goes wrong with places.
+"""One adapter's name and its place on the device, and what goes wrong with them.
 
 Plain values.
 """
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from punica_jax.models._peft import AdapterReport
 
 NO_SLOT = -1
 BASE_VERSION = 0  # of the base model without an adapter
+_MAX_LISTED = 8
 
 
 class UnknownAdapterError(ValueError, KeyError):
@@ -76,3 +78,27 @@ class Held:
 
     def verify(self) -> None:
         """Return what is wrong with it: nothing is."""
+
+
+def check_name(name: Any) -> None:
+    """Raise ValueError if an adapter cannot be called so."""
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"an adapter's name must be a text, not empty, got {name!r}")
+
+
+def check_sources(adapters: Any) -> None:
+    """Raise ValueError if these are not names and where their adapters lie."""
+    if not isinstance(adapters, Mapping):
+        raise ValueError(
+            "adapters must map names to directories or ids of the hub, such as "
+            f'{{"legal": "path/to/adapter"}}, got {adapters!r}'
+        )
+    for name in adapters:
+        check_name(name)
+
+
+def listed_names(names: Collection[str]) -> str:
+    """Return names for an error's text, the first few of many."""
+    shown = ", ".join(repr(name) for name in itertools.islice(names, _MAX_LISTED))
+    rest = len(names) - _MAX_LISTED
+    return f"{shown} and {rest} more" if rest > 0 else shown

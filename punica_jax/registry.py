@@ -7,11 +7,9 @@ Plain Python: knows names and versions; where a version is, and who holds it, is
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 
-from punica_jax.placements import UnknownAdapterError
+from punica_jax.placements import UnknownAdapterError, listed_names
 from punica_jax.stats import AdapterStats
 from punica_jax.versions import HostAdapter, Version
-
-_MAX_LISTED = 8
 
 
 class AdapterRegistry(Mapping[str, Version]):
@@ -36,10 +34,8 @@ class AdapterRegistry(Mapping[str, Version]):
         """
         version = self._current.get(name) if isinstance(name, str) else None
         if version is None:
-            known = [repr(one) for one in itertools.islice(self, _MAX_LISTED)]
-            rest = len(self) - len(known)
-            more = f" and {rest} more" if rest else ""
-            listed = f"known are {', '.join(known)}{more}" if known else "none is known"
+            names = self.snapshot()
+            listed = f"known are {listed_names(names)}" if names else "none is known"
             raise UnknownAdapterError(f"no adapter is named {name!r}; {listed}")
         return version
 

@@ -573,7 +573,8 @@ def test_who_waits_for_users_may_leave(engine, root, alone):
     assert "name" not in engine.adapters
 
 
-def test_loading_may_be_left_while_it_is_copied(engine, root, monkeypatch):
+def hold_copies(engine, monkeypatch):
+    """Let copies to the device wait; returns what tells of one, and lets them go."""
     begun, go = threading.Event(), threading.Event()
     stage = engine._residence._device.stage
 
@@ -583,6 +584,11 @@ def test_loading_may_be_left_while_it_is_copied(engine, root, monkeypatch):
         return stage(adapter)
 
     monkeypatch.setattr(engine._residence._device, "stage", slow)
+    return begun, go
+
+
+def test_loading_may_be_left_while_it_is_copied(engine, root, monkeypatch):
+    begun, go = hold_copies(engine, monkeypatch)
 
     async def main():
         path = root / "adapters" / "b"
@@ -651,16 +657,8 @@ def test_pinning_what_is_being_forgotten(engine, root, alone):
 
 
 def test_others_go_on_while_an_adapter_is_copied(engine, root, alone, monkeypatch):
-    begun, go = threading.Event(), threading.Event()
-    stage = engine._residence._device.stage
-
-    def slow(adapter):
-        begun.set()
-        assert go.wait(20)
-        return stage(adapter)
-
     ask(engine, "hello", "a", GREEDY)
-    monkeypatch.setattr(engine._residence._device, "stage", slow)
+    begun, go = hold_copies(engine, monkeypatch)
     engine.register_adapter("slow", root / "adapters" / "b")
 
     async def main():
@@ -679,15 +677,7 @@ def test_others_go_on_while_an_adapter_is_copied(engine, root, alone, monkeypatc
 
 
 def test_a_deadline_passes_while_an_adapter_is_copied(engine, root, monkeypatch):
-    begun, go = threading.Event(), threading.Event()
-    stage = engine._residence._device.stage
-
-    def slow(adapter):
-        begun.set()
-        assert go.wait(20)
-        return stage(adapter)
-
-    monkeypatch.setattr(engine._residence._device, "stage", slow)
+    _, go = hold_copies(engine, monkeypatch)
     engine.register_adapter("slow", root / "adapters" / "b")
     try:
         with pytest.raises(pj.DeadlineError, match=r"of 0.05 s; 0 tokens had come"):

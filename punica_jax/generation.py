@@ -115,6 +115,7 @@ def generate(
             top_k=None if top_k is None else jnp.asarray(top_k, jnp.int32),
             top_p=None if top_p is None else jnp.asarray(top_p, jnp.float32),
             min_p=None if min_p is None else jnp.asarray(min_p, jnp.float32),
+            implementation=implementation,
         )
 
     def batch_of(tokens, row_slots, bounds, kv_lens, max_query_len):

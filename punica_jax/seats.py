@@ -230,6 +230,8 @@ def draw(
     logits: Array,
     likely: Array,
     rows: Array,
+    *,
+    implementation: str | None = None,
 ) -> tuple[Array, Array, Array]:
     """Choose the tokens of a step by their seats, count them and keep them.
 
@@ -241,6 +243,7 @@ def draw(
       likely: `i32[rows]`, the most likely tokens; below 0 where there is no token.
       rows: `i32[2, rows]`: each row's seat, -1 for one that takes its most likely
         token; and its token's place in its sequence.
+      implementation: see `pallas_kernels.resolve`.
 
     Returns:
       `i32[rows]`, the counts, and the seats' newest tokens.
@@ -250,12 +253,14 @@ def draw(
     at = jnp.where(drawn, seat, 0)
     tokens = sample(
         adjusted_logits(seats, counts, logits, at, positions),
-        seats.temperature[at],
+        # Nothing is searched for a row that takes its most likely token.
+        jnp.where(drawn, seats.temperature[at], jnp.float32(0)),
         seats.seed[at],
         positions,
         top_k=seats.top_k[at],
         top_p=seats.top_p[at],
         min_p=seats.min_p[at],
+        implementation=implementation,
     )
     tokens = jnp.where(drawn, tokens, likely)
     past_end = jnp.where(drawn, seat, counts.shape[0])

@@ -1,5 +1,6 @@
 """Sampling: the greedy rule, the distribution, and what a row's numbers depend on."""
 
+import functools
 import math
 
 import jax
@@ -57,6 +58,11 @@ class TestGreedy:
     def test_tie_goes_to_the_first(self):
         logits = np.array([[1, 3, 3, 3], [2, 2, 2, 2], [-np.inf, 0, -0.0, 0]])
         np.testing.assert_array_equal(_sample(logits, 0, 0, 0), [1, 0, 1])
+        # Of halves: in the second alone, in the first behind it, and in an odd row.
+        logits = np.array([[1, 2, 3, 3], [0, 3, 3, 1]])
+        np.testing.assert_array_equal(_sample(logits, 0, 0, 0), [2, 1])
+        logits = np.array([[-np.inf] * 3, [0, -1, 2]])
+        np.testing.assert_array_equal(_sample(logits, 0, 0, 0), [0, 2])
 
     def test_beside_sampled_rows_is_the_same(self):
         # The first two differ by a subnormal, which the CPU flushes to zero.
@@ -94,8 +100,24 @@ class TestDistribution:
     def test_minus_infinity_is_never_drawn(self):
         logits = LOGITS.copy()
         logits[3] = -np.inf
-        tokens = _sample(np.tile(logits, (16384, 1)), 1.0, 2, np.arange(16384))
+        tokens = _sample(np.tile(logits, (16384, 1)), 1.0, 3, np.arange(16384))
         assert _fits(tokens, _softmax(logits, 1.0))
+
+    @pytest.mark.parametrize("vocab", [2, 3, 33])
+    def test_halves_of_any_vocabulary(self, vocab):
+        logits = np.linspace(-0.5, 0.5, vocab, dtype=np.float32)
+        tokens = _sample(np.tile(logits, (16384, 1)), 1.0, 1, np.arange(16384))
+        assert _fits(tokens, _softmax(logits, 1.0))
+
+    def test_tokens_of_one_hash_are_independent(self):
+        # Of four tokens 0 and 2 share hashes, and so do 1 and 3: who wins between the
+        # first two says nothing about who is ahead of whom between the other two.
+        low = np.array([0, -np.inf, 0, -np.inf], np.float32)
+        first, second = (
+            _sample(np.tile(logits, (16384, 1)), 1.0, 8, np.arange(16384))
+            for logits in (low, low[::-1])
+        )
+        assert _fits(first + (second - 1) // 2, np.full(4, 0.25))
 
     @pytest.mark.parametrize("temperature", [1e-3, 1.0, 100.0])
     def test_one_token_left(self, temperature):
@@ -121,6 +143,22 @@ class TestDistribution:
 
 
 class TestRandomNumbers:
+    @pytest.mark.parametrize("vocab", [2, 100])
+    def test_are_those_of_whole_hashes(self, vocab):
+        # What jax.random makes of a key where a hash's two words are two numbers.
+        rng = np.random.default_rng(2)
+        logits = rng.normal(size=(64, vocab)).astype(np.float32)
+        with jax.threefry_partitionable(False):
+            keys = [
+                jax.random.fold_in(jax.random.key(9, impl="threefry2x32"), i)
+                for i in range(64)
+            ]
+            noise = np.stack([jax.random.gumbel(key, (vocab,)) for key in keys])
+        expected = (logits + np.float32(0.7) * noise).argmax(1)
+        np.testing.assert_array_equal(
+            _sample(logits, 0.7, 9, np.arange(64)), expected.astype(np.int32)
+        )
+
     def test_depend_on_seed_and_position_alone(self):
         rng = np.random.default_rng(3)
         logits = rng.normal(size=(13, 40)).astype(np.float32)
@@ -260,6 +298,27 @@ class TestFilters:
                 alive = _softmax(row, temperature) > 1e-37
                 np.testing.assert_array_equal(actual[alive], expected[alive])
         assert unsure < 0.05 * len(FILTERS) * len(logits)
+
+    @pytest.mark.parametrize(
+        "implementation",
+        ["pallas_interpret", pytest.param("pallas_triton", marks=pytest.mark.gpu)],
+    )
+    def test_kernels_keep_what_plain_code_keeps(self, implementation):
+        logits = _rows(101)
+        rows = np.arange(len(logits))
+        filters = {
+            "top_k": (rows % 9 * 7).astype(np.int32),  # some off
+            "top_p": np.float32([0.5, 0.83, 1.0, 0.97])[rows % 4],
+            "min_p": np.float32([0.0, 0.02])[rows % 2],
+        }
+        temperature = np.float32([0.7, 1e-6, 2.0])[rows % 3]
+        plain, kernels = (
+            jax.jit(functools.partial(kept_tokens, implementation=name))(
+                logits, temperature, **filters
+            )
+            for name in ("xla", implementation)
+        )
+        np.testing.assert_array_equal(kernels, plain)
 
     def test_a_share_that_float32_sums_hardly_reach(self):
         logits = np.random.default_rng(3).normal(size=_rows(101).shape) * 9

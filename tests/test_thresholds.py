@@ -1,25 +1,88 @@
 """The limits that filters cut at, against sorting."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from punica_jax.thresholds import kth_largest, nucleus, order_keys
+from punica_jax.pallas_kernels import kth_largest, nucleus, order_keys
+from punica_jax.pallas_kernels._digit_buckets import LEAST_KEY, Weighing
+from punica_jax.pallas_kernels._digit_search import DigitConfig, largest_reaching
 
 WIDTH = 33
-ROWS = arrays(
-    np.float32,
-    (2, WIDTH),
-    elements=st.one_of(
-        st.floats(width=32, allow_nan=False), st.sampled_from([0.0, -0.0, 1.0])
-    ),
+VALUES = st.one_of(
+    st.floats(width=32, allow_nan=False), st.sampled_from([0.0, -0.0, 1.0])
 )
+ROWS = arrays(np.float32, (2, WIDTH), elements=VALUES)
+IMPLEMENTATIONS = [
+    "xla",
+    "pallas_interpret",
+    pytest.param("pallas_triton", marks=pytest.mark.gpu),
+]
+every = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+# Vocabularies of one value, part of a chunk, one chunk, and some; every interpreted
+# search of a shape compiles for two seconds.
+EVERY_SIZE = [
+    *(("xla", vocab) for vocab in (1, 8, 33, 600, 4096, 9001)),
+    *(("pallas_interpret", vocab) for vocab in (8, 5000)),
+    *(
+        pytest.param("pallas_interpret", vocab, marks=pytest.mark.grid)
+        for vocab in (1, 33, 600, 4096, 9001)
+    ),
+    *(
+        pytest.param("pallas_triton", vocab, marks=pytest.mark.gpu)
+        for vocab in (1, 8, 33, 600, 4096, 9001, 128256)
+    ),
+]
+every_size = pytest.mark.parametrize(("implementation", "vocab"), EVERY_SIZE)
+
 _keys = jax.jit(order_keys)
-_kth = jax.jit(kth_largest)
-_nucleus = jax.jit(nucleus)
+
+
+@functools.cache
+def _kth(implementation):
+    return jax.jit(functools.partial(kth_largest, implementation=implementation))
+
+
+@functools.cache
+def _nucleus(implementation):
+    return jax.jit(functools.partial(nucleus, implementation=implementation))
+
+
+def _awkward(vocab):
+    """Rows of every awkward kind, most of them with ties."""
+    rng = np.random.default_rng(vocab)
+    normal = rng.normal(size=(4, vocab)).astype(np.float32) * 3
+    some_left = np.where(rng.random(vocab) < 0.1, normal[0], -np.inf)
+    one_left = np.full(vocab, -np.inf)
+    some_left[vocab // 2] = one_left[vocab - 1] = -2.5
+    zeros = np.where(rng.random(vocab) < 0.5, 0.0, -0.0)
+    rows = [
+        *normal,
+        -np.abs(normal[0]),
+        np.round(normal[1]),
+        np.asarray(jnp.asarray(normal[2]).astype(jnp.bfloat16).astype(jnp.float32)),
+        np.full(vocab, -7.25),
+        zeros,
+        some_left,
+        one_left,
+        normal[0] * 1e-39,  # subnormal
+        normal[1] * 1e37,
+        np.sign(normal[2]) * np.finfo(np.float32).max,
+    ]
+    return np.stack(rows).astype(np.float32)
+
+
+def _weights(row, temperature, limit=-np.inf):
+    """What a row's values weigh, in float64."""
+    row = row.astype(np.float64)
+    scaled = np.maximum((row - row.max()) / np.float64(temperature), -1e3)
+    return np.where(row >= limit, np.exp(scaled), 0)
 
 
 @given(values=ROWS)
@@ -28,37 +91,190 @@ def test_keys_are_ordered_as_values(values):
     for row, key in zip(values, keys, strict=True):
         np.testing.assert_array_equal(key[:, None] < key, row[:, None] < row)
         np.testing.assert_array_equal(key[:, None] == key, row[:, None] == row)
+    assert keys.min() > LEAST_KEY
 
 
 @settings(deadline=None)
 @given(values=ROWS, k=st.integers(1, WIDTH))
 def test_kth_largest_is_that_of_sorting(values, k):
     keys = np.asarray(_keys(values))
-    found = np.asarray(_kth(keys, np.full(2, k, np.int32)))
+    found = np.asarray(_kth("xla")(values, np.full(2, k, np.int32)))
     np.testing.assert_array_equal(found, np.sort(keys, axis=1)[:, -k])
+
+
+@every_size
+def test_kth_largest_of_awkward_rows(implementation, vocab):
+    values = _awkward(vocab)
+    keys = np.asarray(_keys(values))
+    for k in {1, 2, 7, vocab // 2 + 1, vocab - 1, vocab}:
+        if not 1 <= k <= vocab:
+            continue
+        found = _kth(implementation)(values, np.full(len(values), k, np.int32))
+        np.testing.assert_array_equal(found, np.sort(keys, axis=1)[:, -k])
+
+
+@every
+def test_what_is_off_cuts_nothing(implementation):
+    values = _awkward(100)[:6]
+    k = np.array([0, -1, 101, 2**30, 100, 3], np.int32)
+    found = np.asarray(_kth(implementation)(values, k))
+    assert (found[:4] == LEAST_KEY).all()
+    keys = np.sort(_keys(values), axis=1)
+    assert (found[4], found[5]) == (keys[4, 0], keys[5, -3])
+    share = np.array([1.0, 1.5, 1.0, 0.5, 1.0, 1e-45], np.float32)
+    found = np.asarray(_nucleus(implementation)(values, share, np.ones(6, np.float32)))
+    assert (found[[0, 1, 2, 4]] == LEAST_KEY).all()
+    # A share that float32 takes for nothing is the most likely one's.
+    assert found[5] == keys[5, -1] and LEAST_KEY < found[3] <= keys[3, -1]
 
 
 @settings(deadline=None)
 @given(
-    values=ROWS,
-    # Whole numbers and shares of sixteenths: every sum is exact.
-    weights=arrays(np.float32, (2, WIDTH), elements=st.integers(0, 1000)),
-    share=st.integers(1, 16),
+    # Of two values, one weighs 1 and one nothing: every sum is exact.
+    heavy=arrays(bool, (2, WIDTH)),
+    share=st.integers(1, 15),
 )
-def test_nucleus_is_that_of_sorting(values, weights, share):
-    weights[:, 0] += 1
+def test_nucleus_of_exact_weights(heavy, share):
+    heavy[:, 0] = True
+    order = np.arange(WIDTH, dtype=np.float32)
+    # Distances of 1e30 weigh nothing, those that float32 drops weigh 1.
+    values = np.where(heavy, order, -1e30 - 1e25 * order).astype(np.float32)
+    hot = np.full(2, 1e20, np.float32)
+    found = np.asarray(_nucleus("xla")(values, np.full(2, share / 16, np.float32), hot))
+    for row, key, limit in zip(values, np.asarray(_keys(values)), found, strict=True):
+        count = -(-int((row >= 0).sum()) * share // 16)
+        assert limit == np.sort(key)[-count]
+
+
+@every_size
+@pytest.mark.parametrize("k", [None, 20])
+def test_nucleus_is_that_of_sorting(implementation, vocab, k):
+    values = _awkward(vocab)
+    rows = len(values)
     keys = np.asarray(_keys(values))
-    found = np.asarray(_nucleus(keys, weights, np.full(2, share / 16, np.float32)))
-    for row, weight, limit in zip(keys, weights, found, strict=True):
-        reached = [
-            key for key in row if weight[row >= key].sum() >= share / 16 * weight.sum()
-        ]
-        assert limit == max(reached)
+    floor = None
+    if k is not None:
+        floor = np.sort(keys, axis=1)[:, -min(k, vocab)].copy()
+    for share, temperature in [(0.9, 0.8), (0.5, 2.0), (0.999, 1.0), (1e-6, 1.0)]:
+        found = np.asarray(
+            _nucleus(implementation)(
+                values,
+                np.full(rows, share, np.float32),
+                np.full(rows, temperature, np.float32),
+                floor=floor,
+            )
+        )
+        for i, (row, key, limit) in enumerate(zip(values, keys, found, strict=True)):
+            weights = _weights(row, temperature)
+            if floor is not None:
+                weights = np.where(key >= floor[i], weights, 0)
+            # It is a value's; those from it on reach the share, those beyond do not.
+            assert limit in key
+            reached = weights[key >= limit].sum() / weights.sum()
+            beyond = weights[key > limit].sum() / weights.sum()
+            slack = 1e-5 * np.float32(share)
+            assert beyond < np.float32(share) + slack, (share, i)
+            assert reached >= np.float32(share) - slack, (share, i)
 
 
-def test_one_value_and_many():
-    values = jnp.zeros((1, 1)), jnp.full((1, 70000), -jnp.inf)
+@every
+@pytest.mark.parametrize("temperature", [1e-45, 1e-30, 1e-6])
+def test_a_tiny_temperature_leaves_the_largest(implementation, temperature):
+    values = np.random.default_rng(0).normal(size=(3, 100)).astype(np.float32) * 30
+    values[2, :50] = -np.inf
+    share = np.full(3, 0.999, np.float32)
+    found = _nucleus(implementation)(values, share, np.full_like(share, temperature))
+    np.testing.assert_array_equal(found, np.asarray(_keys(values)).max(axis=1))
+
+
+@every
+def test_neighbours_change_no_bit(implementation):
+    rng = np.random.default_rng(4)
+    width = 128256 if implementation == "pallas_triton" else 600
+    values = (rng.normal(size=(5, width)) * 3).astype(np.float32)
+    # Whatever they hold: also what no weights come of.
+    values[3], values[4, 7] = -np.inf, np.nan
+    k = np.array([9, 400, 0, 3, 1], np.int32)
+    share = np.array([0.3, 0.95, 0.7, 0.5, 0.2], np.float32)
+    temperature = np.array([0.7, 1.5, 1.0, 0.0, 1.0], np.float32)
+    find, cut = _kth(implementation), _nucleus(implementation)
+    floor = np.asarray(find(values, k))
+    together = np.asarray(cut(values, share, temperature, floor=floor))
+    for i in range(3):
+        one = slice(i, i + 1)
+        assert find(values[one], k[one])[0] == floor[i]
+        alone = cut(values[one], share[one], temperature[one], floor=floor[one])
+        assert alone[0] == together[i]
+
+
+@every
+def test_one_value_and_many(implementation):
+    values = jnp.zeros((1, 1)), jnp.full((1, 5000), -jnp.inf)
     for row in values:
-        keys = _keys(row)
-        limit = _kth(keys, jnp.full(1, row.shape[1], jnp.int32))
-        assert limit[0] == np.asarray(keys)[0, 0]
+        limit = _kth(implementation)(row, jnp.full(1, row.shape[1], jnp.int32))
+        assert limit[0] == np.asarray(_keys(row))[0, 0]
+
+
+@pytest.mark.gpu
+def test_a_vocabulary_of_128k():
+    rng = np.random.default_rng(5)
+    values = (rng.normal(size=(32, 128256)) * 2.5).astype(np.float32)
+    values[1::2] = np.round(values[1::2], 1)
+    k = np.tile(np.array([1, 50, 1000, 128256], np.int32), 8)
+    ordered = np.sort(np.asarray(_keys(values)), axis=1)
+    found = np.asarray(_kth("pallas_triton")(values, k))
+    np.testing.assert_array_equal(found, ordered[np.arange(32), -k])
+    share = np.linspace(0.1, 0.95, 32, dtype=np.float32)
+    temperature = np.linspace(0.5, 2, 32, dtype=np.float32)
+    limits = [
+        np.asarray(_nucleus(name)(values, share, temperature, floor=found))
+        for name in ("xla", "pallas_triton")
+    ]
+    # Sums in other orders may end a token sooner or later.
+    for row, *both in zip(ordered, *limits, strict=True):
+        first, second = (np.searchsorted(np.unique(row), key) for key in both)
+        assert abs(first - second) <= 2
+
+
+CONFIGS = [
+    # Sixteen steps of a thread; launches that wait and that read ahead.
+    DigitConfig(digits=(3, 4, 5, 5, 5, 5, 5), chunk=2048, num_warps=1, num_eager=1),
+    DigitConfig(digits=(6, 6, 6, 6, 6, 2), chunk=32, num_eager=0),
+    DigitConfig(digits=(1, 3, 4) * 4, chunk=64, num_eager=12),
+    pytest.param(
+        DigitConfig(digits=(1,) * 32, chunk=128, num_warps=8), marks=pytest.mark.grid
+    ),
+]
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_any_cut_finds_the_same(config):
+    assert config.shifts[-1] == 0 and config.shifts[0] + config.digits[0] == 32
+    values = _awkward(200)[:11]  # no subnormals: a CPU takes their distances for 0
+    rows = len(values)
+    keys = np.sort(np.asarray(_keys(values)), axis=1)
+    search = jax.jit(
+        functools.partial(largest_reaching, name="cut", config=config, interpret=True)
+    )
+    k = np.linspace(1, 200, rows).astype(np.int32)
+    found = search(values, k)
+    np.testing.assert_array_equal(found, keys[np.arange(rows), -k])
+    tiny = Weighing(jnp.asarray(values.max(axis=1)), jnp.full(rows, 1e-45))
+    found = search(values, np.full(rows, 0.5, np.float32), tiny)
+    np.testing.assert_array_equal(found, keys[:, -1])
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"digits": (4,) * 7}, "digits must be 1 to 6 bits each, 32 in all, got .4, 4"),
+        ({"digits": (7, 5, 5, 5, 5, 5)}, "digits must be 1 to 6 bits each, .* got .7"),
+        ({"digits": (*(4,) * 8, 0)}, "digits must be 1 to 6 bits each, .* 4, 0."),
+        ({"chunk": 3000}, "chunk must be a power of two, got 3000"),
+        ({"chunk": 65536}, "chunk must be at most 32768, got 65536"),
+        ({"num_warps": 0}, "num_warps must be a power of two, got 0"),
+    ],
+)
+def test_a_config_that_no_kernel_has(fields, message):
+    with pytest.raises(ValueError, match=message):
+        DigitConfig(**{"digits": (4,) * 8} | fields)

@@ -1,0 +1,301 @@
+"""The largest key that enough of a row reaches, digit by digit: Pallas Triton kernels.
+
+Knows launches and sums; nothing of how a chunk's values are sorted into buckets
+(`_digit_buckets`), of tokens or filters, nor of what else finds limits (`_thresholds`).
+"""
+
+import dataclasses
+import functools
+import itertools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from punica_jax.pallas_kernels._digit_buckets import (
+    LEAST_KEY,
+    MAX_CHUNK,
+    Weighing,
+    counts_in,
+    digit_in,
+    read_chunk,
+    weighing_of,
+    weights_in,
+)
+from punica_jax.pallas_kernels._page_tiles import load, mask_of
+
+# Above it, counts are no longer exact in float32.
+MAX_VOCAB = 2**24
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DigitConfig:
+    """How a search is cut; a function of static things alone, never of the rows.
+
+    Attributes:
+      digits: bits of a key that each launch decides, the highest first, 32 in all. A
+        digit of `n` bits sorts values into `2**n` buckets: more bits, fewer launches,
+        but longer ones.
+      chunk: values of a program, a power of two.
+      num_warps: warps of a program.
+      num_eager: how many launches read their values before they know whether they need
+        them. Few of the first can skip a chunk, and most of the others.
+    """
+
+    digits: tuple[int, ...]
+    chunk: int = 2048
+    num_warps: int = 4
+    num_eager: int = 3
+
+    def __post_init__(self):
+        if not all(1 <= bits <= 6 for bits in self.digits) or sum(self.digits) != 32:
+            raise ValueError(
+                f"digits must be 1 to 6 bits each, 32 in all, got {self.digits}"
+            )
+        for name in ("chunk", "num_warps"):
+            value = getattr(self, name)
+            if value < 1 or value & (value - 1):
+                raise ValueError(f"{name} must be a power of two, got {value}")
+        if self.chunk > MAX_CHUNK:
+            raise ValueError(f"chunk must be at most {MAX_CHUNK}, got {self.chunk}")
+
+    @property
+    def shifts(self) -> tuple[int, ...]:
+        """The place of each digit's lowest bit, from the highest digit on."""
+        return tuple(32 - end for end in itertools.accumulate(self.digits))
+
+
+# Counts are packed: a bucket more costs little, a launch 1.4 us at the least.
+COUNTING = DigitConfig(digits=(4, 4, 4, 5, 5, 5, 5))
+# A weight is compared with each bucket. Behind the first 12 bits (sign, exponent, three
+# bits of mantissa) hardly a chunk has values left, and there is little to compare.
+WEIGHING = DigitConfig(digits=(3, 3, 3, 3, 5, 5, 5, 5), num_eager=4)
+
+
+class _Search(NamedTuple):
+    """What is known of a row's limit.
+
+    Attributes:
+      found: `i32[]`, the key's digits so far, the others 0.
+      above: `f32[]`, the sum of what those digits are too small for.
+      target: `f32[]`, the sum to reach.
+    """
+
+    found: Array
+    above: Array
+    target: Array
+
+
+def largest_reaching(
+    values: Array,
+    goal: Array,
+    weighing: Weighing | None = None,
+    *,
+    name: str,
+    config: DigitConfig | None = None,
+    interpret: bool = False,
+) -> Array:
+    """Launch the search for the largest key from which on a row's values reach a goal.
+
+    One launch a digit: its programs decide the digit before, by that launch's sums,
+    and sum up what lies in each bucket of their own. A chunk that has nothing in the
+    bucket that is left is not read again.
+
+    Args:
+      values: `f32[rows, vocab]`.
+      goal: without weights `i32[rows]`, how many values; 0 or less asks for nothing.
+        With weights `f32[rows]`, above 0, which share of all; 1 or more is everything.
+      weighing: the weights, or None to count.
+      name: of the launches.
+
+    Returns:
+      `i32[rows]`; `LEAST_KEY` where nothing is asked for, where everything is, and
+      where everything is not enough.
+    """
+    if config is None:
+        config = COUNTING if weighing is None else WEIGHING
+    rows, vocab = values.shape
+    assert vocab <= MAX_VOCAB, vocab
+    chunk = min(config.chunk, pl.next_power_of_2(vocab))
+    options = [] if weighing is None else [x for x in weighing if x is not None]
+    shape = functools.partial(jax.ShapeDtypeStruct, (rows,))
+    found, number = shape(jnp.int32), shape(jnp.float32)
+    grid = rows, pl.cdiv(vocab, chunk)
+    state: list[Array] = []
+    for index, (bits, shift) in enumerate(
+        zip(config.digits, config.shifts, strict=True)
+    ):
+        # From the third on, launches of the same widths are the same program to the
+        # compiler: the shift is data.
+        state = pl.pallas_call(
+            functools.partial(
+                _digit_kernel,
+                num_options=len(options),
+                num_inputs=len(state),
+                chunk=chunk,
+                lanes=min(chunk, 128 * config.num_warps),
+                eager=index < config.num_eager,
+            ),
+            out_shape=[
+                jax.ShapeDtypeStruct((*grid, 1 << bits), jnp.float32),
+                *([found, number, number] if state else []),
+            ],
+            grid=grid,
+            compiler_params=plgpu.CompilerParams(
+                num_warps=config.num_warps, num_stages=1
+            ),
+            interpret=interpret,
+            name=f"{name}_digit",
+        )(np.full((1,), shift, np.int32), values, goal, *options, *state)
+    return pl.pallas_call(
+        _limit_kernel,
+        out_shape=found,
+        grid=(rows,),
+        compiler_params=plgpu.CompilerParams(num_warps=1, num_stages=1),
+        interpret=interpret,
+        name=f"{name}_limit",
+    )(*state)
+
+
+def _digit_kernel(
+    shift_ref,  # i32[1]
+    values_ref,  # f32[rows, vocab]
+    goal_ref,  # i32[rows], or f32[rows]: a share
+    *refs,  # f32[rows], f32[rows], i32[rows] of `Weighing`; the last launch's; outputs
+    num_options: int,
+    num_inputs: int,
+    chunk: int,
+    lanes: int,
+    eager: bool,
+):
+    row, part = pl.program_id(0), pl.program_id(1)
+    options, refs = refs[:num_options], refs[num_options:]
+    inputs, (sums_ref, *search_refs) = refs[:num_inputs], refs[num_inputs:]
+    num_buckets = sums_ref.shape[2]
+    bucket = jnp.arange(num_buckets, dtype=jnp.int32)
+    read = functools.partial(read_chunk, values_ref, row, part * chunk, chunk, lanes)
+    tiles = read() if eager else None
+    shift, goal = shift_ref[0], goal_ref[row]
+
+    def store(sums):
+        plgpu.store(sums_ref.at[row, part, bucket], sums)
+
+    def skip():
+        store(jnp.zeros((num_buckets,), jnp.float32))
+
+    def sum_up(found, busy):
+        @pl.when(busy)
+        def _():
+            here = read() if tiles is None else tiles
+            digits = [(digit_in(tile, found, shift), tile) for tile in here]
+            if options:
+                store(weights_in(digits, num_buckets, weighing_of(row, options)))
+            else:
+                store(counts_in(digits, num_buckets))
+
+        pl.when(jnp.logical_not(busy))(skip)
+
+    def decide():
+        place = shift + num_buckets.bit_length() - 1
+        search, busy = _decide(*inputs, goal=goal, row=row, part=part, place=place)
+
+        @pl.when(part == 0)
+        def _():
+            for ref, value in zip(search_refs, search, strict=True):
+                plgpu.store(ref.at[row], value)
+
+        sum_up(search.found, busy)
+
+    if not inputs:
+        sum_up(jnp.int32(LEAST_KEY), goal < 1.0 if options else goal > 0)
+    elif eager:
+        decide()
+    else:
+        # A chunk that had nothing in any bucket is out, whichever of them it is; all
+        # that its program reads is that. The row's first one decides for the next.
+        needed = (part == 0) | (jnp.sum(_sums_of(inputs[0], row, part)) != 0)
+        pl.when(needed)(decide)
+        pl.when(jnp.logical_not(needed))(skip)
+
+
+def _limit_kernel(
+    sums_ref,  # f32[rows, chunks, buckets]
+    found_ref,  # i32[rows]
+    above_ref,  # f32[rows]
+    target_ref,  # f32[rows]
+    limit_ref,  # i32[rows]
+):
+    row = pl.program_id(0)
+    search = _Search(found_ref[row], above_ref[row], target_ref[row])
+    totals = search.above + _totals(sums_ref, row)
+    limit = search.found + _digit_of(totals, search.target)
+    plgpu.store(limit_ref.at[row], limit)
+
+
+def _decide(
+    sums_ref,  # f32[rows, chunks, buckets]
+    *search_refs,  # none after the first launch
+    goal: Array,
+    row: Array,
+    part: Array,
+    place: Array,
+) -> tuple[_Search, Array]:
+    """Decide the last launch's digit, and whether a chunk has values in its bucket.
+
+    Args:
+      place: `i32[]`, of the digit's lowest bit.
+    """
+    bucket = jnp.arange(sums_ref.shape[2], dtype=jnp.int32)
+    own = _sums_of(sums_ref, row, part)
+    totals = _totals(sums_ref, row)
+    if search_refs:
+        search = _Search(*(ref[row] for ref in search_refs))
+        totals = totals + search.above
+    else:
+        # From the first bucket of the first digit on lies everything.
+        whole = jnp.sum(jnp.where(bucket == 0, totals, 0.0))
+        share = jnp.issubdtype(goal.dtype, jnp.floating)
+        target = goal * whole if share else goal.astype(jnp.float32)
+        search = _Search(jnp.int32(LEAST_KEY), jnp.float32(0), target)
+    digit = _digit_of(totals, search.target)
+    # Totals fall as digits rise: the greatest that is too small is the next digit's.
+    above = jnp.max(jnp.where(bucket > digit, totals, search.above))
+    found = search.found + lax.shift_left(digit, place)
+    busy = jnp.sum(jnp.where(bucket == digit, own, 0.0)) != 0
+    return _Search(found, above, search.target), busy
+
+
+def _sums_of(
+    sums_ref,  # f32[rows, chunks, buckets]
+    row: Array,
+    part: Array,
+) -> Array:
+    bucket = jnp.arange(sums_ref.shape[2], dtype=jnp.int32)
+    return plgpu.load(sums_ref.at[row, part, bucket])
+
+
+def _totals(
+    sums_ref,  # f32[rows, chunks, buckets]
+    row: Array,
+) -> Array:
+    """Return `f32[buckets]`: the row's sum of each bucket and all above it."""
+    _, num_parts, num_buckets = sums_ref.shape
+    part = jnp.arange(pl.next_power_of_2(num_parts), dtype=jnp.int32)[:, None]
+    bucket = jnp.arange(num_buckets, dtype=jnp.int32)
+    shape = part.size, bucket.size
+    mask = None if part.size == num_parts else mask_of(shape, part < num_parts)
+    sums = load(sums_ref.at[row, part, bucket[None, :]], mask).sum(axis=0)
+    from_there = bucket[:, None] >= bucket[None, :]
+    return jnp.where(from_there, sums[:, None], 0.0).sum(axis=0)
+
+
+def _digit_of(totals: Array, target: Array) -> Array:
+    """Return the greatest digit that reaches its target; 0 if none does."""
+    bucket = jnp.arange(totals.size, dtype=jnp.int32)
+    # A share that float32 takes for nothing is a part of the greatest value's weight.
+    reached = (bucket > 0) & (totals >= target) & (totals > 0)
+    return jnp.sum(reached.astype(jnp.int32))

@@ -119,7 +119,7 @@ class Loaders(ThreadPoolExecutor):
     """Threads that load adapters, as many as an `Engine` has."""
 
     def __init__(self) -> None:
-        super().__init__(2)
+        super().__init__(5)
         self._tasks: list[Future[Any]] = []
 
     @property

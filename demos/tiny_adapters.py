@@ -16,11 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from punica_jax.models import MODULE_GROUPS, LlamaConfig, LoraPools, save_adapter
+from punica_jax.models import MODULE_GROUPS, LayerPools, LlamaConfig, save_adapter
 from punica_jax.models._base_modules import BaseModule, base_modules
-from punica_jax.models._lora import GroupPools
 from punica_jax.models._peft_config import PeftLoraConfig
-from punica_jax.pallas_kernels import RANK_PAGE
+from punica_jax.pallas_kernels import RANK_PAGE, LoraPool
 
 # group -> per layer (A `f32[pages, C, 16, d_in]`, B `f32[pages, 16, d_out_total]`);
 # unlike the pools' B, this one is not multiplied by the scale.
@@ -42,6 +41,19 @@ class _GroupLayout:
     num_pages: list[np.ndarray]
     a_masks: list[np.ndarray]
     b_scales: list[np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingPools:
+    """What a model takes in place of `LoraPools`: arrays of its own for each layer.
+
+    Each layer's gradient of arrays that hold all layers would be as large as they are.
+    """
+
+    layers: tuple[LayerPools, ...]
+
+    def layer(self, index: int) -> LayerPools:
+        return self.layers[index]
 
 
 class AdapterSet:
@@ -81,31 +93,23 @@ class AdapterSet:
                 )
         return weights
 
-    def pools(self, weights: AdapterWeights, dtype: Any) -> LoraPools:
+    def pools(self, weights: AdapterWeights, dtype: Any) -> TrainingPools:
         """Make the pools of these weights; differentiable, with gradients in float32.
 
         Args:
           weights: as `init` made them.
           dtype: of the model.
         """
-        groups = {}
-        for group, layout in self._layouts.items():
-            a, b = [], []
-            for (a_raw, b_raw), mask, scale in zip(
-                weights[group], layout.a_masks, layout.b_scales, strict=True
-            ):
-                a.append((a_raw * mask).astype(dtype))
-                # Rounded before the scale too, for so it is saved.
-                b_saved = b_raw.astype(dtype).astype(jnp.float32)
-                b.append((b_saved * scale).astype(dtype))
-            groups[group] = GroupPools(
-                a=tuple(a),
-                b=tuple(b),
-                page_table=jnp.asarray(layout.page_table),
-                num_pages=tuple(jnp.asarray(counts) for counts in layout.num_pages),
-                d_outs=self._config.d_outs(group),
+        groups = {
+            group: self._group_pools(group, weights, dtype) for group in MODULE_GROUPS
+        }
+        layers = range(self._config.num_layers)
+        return TrainingPools(
+            tuple(
+                LayerPools(*(groups[group][layer] for group in LayerPools._fields))
+                for layer in layers
             )
-        return LoraPools(**groups)
+        )
 
     def save(self, weights: AdapterWeights, path: Path, dtype: Any) -> None:
         """Write each adapter as a PEFT directory `path / name`, with its true ranks."""
@@ -119,6 +123,30 @@ class AdapterSet:
                         np.asarray(b[:, :rank]).astype(dtype),
                     )
             save_adapter(path / name, self._config, tensors, **fields)
+
+    def _group_pools(
+        self, group: str, weights: AdapterWeights, dtype: Any
+    ) -> list[LoraPool]:
+        """Make each layer's pool of one module group."""
+        layout, pools = self._layouts[group], []
+        for (a, b), counts, mask, scale in zip(
+            weights[group],
+            layout.num_pages,
+            layout.a_masks,
+            layout.b_scales,
+            strict=True,
+        ):
+            # Rounded before the scale too, for so it is saved.
+            b_saved = b.astype(dtype).astype(jnp.float32)
+            pool = LoraPool(
+                a=(a * mask).astype(dtype),
+                b=(b_saved * scale).astype(dtype),
+                page_table=jnp.asarray(layout.page_table),
+                num_pages=jnp.asarray(counts),
+                d_outs=self._config.d_outs(group),
+            )
+            pools.append(pool)
+        return pools
 
     def _cut_out(
         self, weights: AdapterWeights, slot: int, module: BaseModule

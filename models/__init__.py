@@ -3,7 +3,8 @@
 Knows arrays and files; nothing of requests, scheduling or text.
 """
 
-from punica_jax.models._adapter import Adapter, AdapterReport, ReportRow
+from punica_jax.models._adapter import Adapter, RankPage
+from punica_jax.models._adapter_report import AdapterReport, ReportRow
 from punica_jax.models._checkpoint import (
     CheckpointError,
     check_dtype,
@@ -19,7 +20,7 @@ from punica_jax.models._lora import (
     GroupPools,
     LayerPools,
     LoraPools,
-    SlotTables,
+    PoolTables,
     put_slot,
     set_slot,
     slot_tables,
@@ -52,11 +53,12 @@ __all__ = [
     "LlamaConfig",
     "LoraLinear",
     "LoraPools",
+    "PoolTables",
     "RMSNorm",
+    "RankPage",
     "ReportRow",
     "RopeScaling",
     "SeqTable",
-    "SlotTables",
     "UnsupportedAdapterError",
     "UnsupportedConfigError",
     "check_dtype",

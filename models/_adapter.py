@@ -1,91 +1,61 @@
-"""One adapter in host memory, ready to be cut into rank pages, and its report.
+"""One adapter in host memory, cut into rank pages, ready to be copied to the device.
 
-Knows nothing of the files it came from, of the device, or of slots.
+Knows tensors by their names; nothing of the files they come from, of the device, or of
+slots.
 """
 
+import functools
 import hashlib
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
 
+from punica_jax.models._adapter_report import AdapterReport, ReportRow, delta_norm
 from punica_jax.models._base_modules import BaseModule
 from punica_jax.models._config import MODULE_GROUPS, LlamaConfig
+from punica_jax.models._peft_binding import Binding
 from punica_jax.pallas_kernels import RANK_PAGE
 
+# Copying waits for memory: more threads than this bring nothing.
+_MAX_THREADS = 8
 
-class ReportRow(NamedTuple):
-    """What one module got from an adapter.
+# Reads tensors: name -> arrays of its dtype, which its rows fill one after the other.
+# Called in several threads, with a layer's tensors each.
+ReadInto = Callable[[Mapping[str, Sequence[np.ndarray]]], None]
+
+
+class RankPage(NamedTuple):
+    """One rank page of a module group, in every layer, on its way to the device.
 
     Attributes:
-      layer: the decoder layer, from 0.
-      module: its name in the layer, such as "self_attn.q_proj".
-      rank: the rank of its LoRA.
-      scale: what multiplies `B A`: alpha / rank, or alpha / sqrt(rank).
-      delta_norm: Frobenius norm of `scale B A`.
+      a: `[layers, C, 16, d_in]`; zeros where a module has no such rank.
+      b: `[layers, d_out_total, 16]`, as files have it; zeros likewise.
+      scale: `f32[layers, C]`, what multiplies each module's b.
     """
 
-    layer: int
-    module: str
-    rank: int
-    scale: float
-    delta_norm: float
+    a: np.ndarray
+    b: np.ndarray
+    scale: np.ndarray
 
 
-@dataclass(frozen=True, slots=True)
-class AdapterReport:
-    """What an adapter binds, one row for each module; `str` prints it as a table."""
+class _Part(NamedTuple):
+    """One module's LoRA: its place in the pages."""
 
-    rows: tuple[ReportRow, ...]
-
-    @property
-    def rank(self) -> int:
-        """The greatest rank."""
-        return max(row.rank for row in self.rows)
-
-    @property
-    def delta_norm(self) -> float:
-        """Frobenius norm of the whole change, all modules together."""
-        return math.hypot(*(row.delta_norm for row in self.rows))
-
-    def __str__(self) -> str:
-        modules = list(dict.fromkeys(row.module for row in self.rows))
-        cells: dict[int, dict[str, str]] = {}
-        for row in self.rows:
-            text = f"{row.rank} x{row.scale:g} {row.delta_norm:.3g}"
-            cells.setdefault(row.layer, {})[row.module] = text
-        table = [["layer", *modules]]
-        for layer, found in sorted(cells.items()):
-            table.append([str(layer), *(found.get(module, "-") for module in modules)])
-        widths = [max(len(line[i]) for line in table) for i in range(len(table[0]))]
-        head = (
-            f"{len(self.rows)} modules in {len(cells)} layers, greatest rank "
-            f"{self.rank}, norm of the whole change {self.delta_norm:.3g}; "
-            "each cell: rank xscale norm"
-        )
-        lines = (
-            "  ".join(
-                cell.ljust(width) for cell, width in zip(line, widths, strict=True)
-            )
-            for line in table
-        )
-        return "\n".join([head, *(line.rstrip() for line in lines)])
-
-
-class Factors(NamedTuple):
-    """One module's LoRA as it will lie on the device."""
-
-    a: np.ndarray  # [rank, d_in]
-    b: np.ndarray  # [d_out, rank], times the scale
+    module: BaseModule
+    binding: Binding
+    a: list[np.ndarray]  # of each page [modules, lanes, d_in]: they use the same one
+    b: list[np.ndarray]  # of each page [d_out, lanes]
+    is_folded: bool  # whether its b has the scale in it already
 
 
 class Adapter:
-    """One adapter's weights in host memory, cut into rank pages as the device has them.
+    """One adapter's weights in host memory, cut into rank pages.
 
     Attributes:
-      report: what it binds.
+      report: what it binds, of the weights as they are here.
       dtype: of its weights, here and on the device.
       rank: the greatest rank of any module.
     """
@@ -93,30 +63,56 @@ class Adapter:
     def __init__(
         self,
         config: LlamaConfig,
-        factors: Mapping[BaseModule, Factors],
-        report: AdapterReport,
+        bindings: Mapping[BaseModule, Binding],
+        dtypes: Mapping[str, np.dtype],
+        read_into: ReadInto,
         dtype: np.dtype,
     ) -> None:
-        self.report = report
+        """Read an adapter.
+
+        Args:
+          config: the base model's.
+          bindings: which tensors are whose.
+          dtypes: of each tensor.
+          read_into: reads the tensors.
+          dtype: of the weights on the device. What overflows it becomes infinite, and
+            is found when the page is written there.
+        """
         self.dtype = dtype
-        self.rank = max(a.shape[0] for a, _ in factors.values())
+        self.rank = max(binding.rank for binding in bindings.values())
         self._counts = {
             group: np.zeros((config.num_layers, len(modules)), np.int32)
             for group, modules in MODULE_GROUPS.items()
         }
-        for module, (a, _) in factors.items():
-            pages = -(-a.shape[0] // RANK_PAGE)
+        for module, binding in bindings.items():
             modules = slice(module.index, module.index + module.num_modules)
-            self._counts[module.group][module.layer, modules] = pages
+            count = -(-binding.rank // RANK_PAGE)
+            self._counts[module.group][module.layer, modules] = count
         self._pages = {
-            group: self._cut(config, factors, group) for group in MODULE_GROUPS
+            group: self._empty_pages(config, group) for group in MODULE_GROUPS
         }
+        parts: list[list[_Part]] = [[] for _ in range(config.num_layers)]
+        for module, binding in bindings.items():
+            # Exact in a wider dtype, so the device can multiply by the scale.
+            is_folded = not np.can_cast(dtypes[binding.b_name], dtype)
+            part = self._part(config, module, binding, is_folded)
+            parts[module.layer].append(part)
+        fill = functools.partial(self._fill, dtypes=dtypes, read_into=read_into)
+        num_threads = min(os.cpu_count() or 1, _MAX_THREADS, len(parts))
+        with ThreadPoolExecutor(num_threads, "punica-jax-cut") as threads:
+            for _ in threads.map(fill, range(len(parts)), parts):
+                pass  # raises what a thread raised
+        measure = functools.partial(_measure, [part for own in parts for part in own])
+        self.report = AdapterReport(self.rank, measure)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of host memory that the weights take, as many as on the device."""
+        """Bytes of host memory that the weights take."""
         return sum(
-            a.nbytes + b.nbytes for pages in self._pages.values() for a, b in pages
+            array.nbytes
+            for pages in self._pages.values()
+            for page in pages
+            for array in page
         )
 
     def digest(self) -> str:
@@ -138,76 +134,119 @@ class Adapter:
         """Return the rank pages that the group needs, 0 if it has no LoRA at all."""
         return int(self._counts[group].max())
 
-    def page(self, group: str, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """Cut out ranks `16 index` to `16 index + 15` of one group, in every layer.
+    def page(self, group: str, index: int) -> RankPage:
+        """Return ranks `16 index` to `16 index + 15` of one group, in every layer.
 
         Args:
           group: the module group.
           index: which page of the adapter, from 0 to `num_pages(group) - 1`.
-
-        Returns:
-          `a [layers, C, 16, d_in]` and `b [layers, 16, d_out_total]`, in `dtype`; zeros
-          where a module has no such rank.
         """
         return self._pages[group][index]
 
-    def _cut(
-        self, config: LlamaConfig, factors: Mapping[BaseModule, Factors], group: str
-    ) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Lay out one group's pages."""
+    def _empty_pages(self, config: LlamaConfig, group: str) -> list[RankPage]:
         layers, d_outs = config.num_layers, config.d_outs(group)
         a_shape = (layers, len(d_outs), RANK_PAGE, config.d_in(group))
-        b_shape = (layers, RANK_PAGE, sum(d_outs))
-        pages = [
-            (np.zeros(a_shape, self.dtype), np.zeros(b_shape, self.dtype))
+        b_shape = (layers, sum(d_outs), RANK_PAGE)
+        return [
+            RankPage(
+                np.empty(a_shape, self.dtype),
+                np.empty(b_shape, self.dtype),
+                np.ones((layers, len(d_outs)), np.float32),
+            )
             for _ in range(self.num_pages(group))
         ]
-        for module, (a, b) in factors.items():
-            if module.group != group:
-                continue
-            start = sum(d_outs[: module.index])
-            columns = slice(start, start + module.d_out)
-            # A linear layer that is several modules has one A, and they all use it.
-            modules = slice(module.index, module.index + module.num_modules)
-            for index, first in enumerate(range(0, a.shape[0], RANK_PAGE)):
-                a_page, b_page = pages[index]
-                lanes = min(a.shape[0] - first, RANK_PAGE)
-                a_page[module.layer, modules, :lanes] = a[first : first + lanes]
-                b_page[module.layer, :lanes, columns] = b[:, first : first + lanes].T
-        return pages
+
+    def _part(
+        self, config: LlamaConfig, module: BaseModule, binding: Binding, is_folded: bool
+    ) -> _Part:
+        """Find a module's place in the pages, and set its scale there."""
+        start = sum(config.d_outs(module.group)[: module.index])
+        columns = slice(start, start + module.d_out)
+        modules = slice(module.index, module.index + module.num_modules)
+        part = _Part(module, binding, [], [], is_folded)
+        firsts = range(0, binding.rank, RANK_PAGE)
+        for page, first in zip(self._pages[module.group], firsts, strict=False):
+            lanes = min(binding.rank - first, RANK_PAGE)
+            part.a.append(page.a[module.layer, modules, :lanes])
+            part.b.append(page.b[module.layer, columns, :lanes])
+            if not is_folded:
+                with np.errstate(over="ignore"):
+                    scale = np.float32(abs(binding.scale))
+                page.scale[module.layer, modules] = scale
+        return part
+
+    def _fill(
+        self,
+        layer: int,
+        parts: Sequence[_Part],
+        *,
+        dtypes: Mapping[str, np.dtype],
+        read_into: ReadInto,
+    ) -> None:
+        """Read a layer's tensors into the pages, cast and cut where they must be."""
+        self._clear(layer, parts)
+        targets: dict[str, list[np.ndarray]] = {}
+        beside: dict[str, np.ndarray] = {}
+        for module, (a_name, b_name, rank, _), a_pages, b_pages, _ in parts:
+            dtype = a_pages[0].dtype
+            targets[a_name], targets[b_name] = [page[0] for page in a_pages], b_pages
+            if dtypes[a_name] != dtype:
+                beside[a_name] = np.empty((rank, module.d_in), dtypes[a_name])
+            if dtypes[b_name] != dtype or rank != RANK_PAGE:
+                beside[b_name] = np.empty((module.d_out, rank), dtypes[b_name])
+        read_into(targets | {name: [array] for name, array in beside.items()})
+        with np.errstate(invalid="ignore", over="ignore"):
+            for part in parts:
+                _finish(part, beside)
+
+    def _clear(self, layer: int, parts: Sequence[_Part]) -> None:
+        """Set a layer's pages to zero where its tensors do not cover them."""
+        for group, pages in self._pages.items():
+            covered = sum(
+                module.num_modules * binding.rank
+                for module, binding, *_ in parts
+                if module.group == group
+            )
+            if covered < len(MODULE_GROUPS[group]) * RANK_PAGE * len(pages):
+                for page in pages:
+                    page.a[layer].view(np.uint8)[...] = 0
+                    page.b[layer].view(np.uint8)[...] = 0
 
 
-def delta_norm(a: np.ndarray, b: np.ndarray, scale: float) -> float:
-    """Return the Frobenius norm of `scale B A` without forming the product.
-
-    *Semantics:* `||s B A||^2 = s^2 tr((B^T B)(A A^T))`, both factors rank x rank, in
-    float64.
-
-    Args:
-      a: `[rank, d_in]`.
-      b: `[d_out, rank]`, not yet times the scale.
-      scale: the adapter's scale.
-
-    Returns:
-      The norm; NaN if the weights are not finite.
-    """
-    a, b = a.astype(np.float64), b.astype(np.float64)
-    with np.errstate(invalid="ignore", over="ignore"):
-        square = np.sum((b.T @ b) * (a @ a.T))
-        # Rounding can leave a product that cancels to nothing just below zero.
-        return abs(scale) * float(np.sqrt(np.maximum(square, 0.0)))
+def _finish(part: _Part, beside: Mapping[str, np.ndarray]) -> None:
+    """Cast and cut what was read beside the pages."""
+    _, (a_name, b_name, _, scale), a_pages, b_pages, is_folded = part
+    if (a := beside.get(a_name)) is not None:
+        for page, rows in zip(a_pages, _by_page(a), strict=True):
+            _copy(rows, page[0])
+    for page in a_pages:
+        page[1:] = page[:1]
+    if (b := beside.get(b_name)) is not None:
+        if is_folded:
+            b = b.astype(np.float32) * np.float32(scale)
+        for page, columns in zip(b_pages, _by_page(b.T), strict=True):
+            _copy(columns.T, page)
+    if scale < 0 and not is_folded:
+        for page in b_pages:  # not the scale, which would give the zeros a sign too
+            np.negative(page, out=page)
 
 
-def fold_scale(a: np.ndarray, b: np.ndarray, scale: float, dtype: np.dtype) -> Factors:
-    """Multiply B by the scale in float32, then cast both factors.
+def _by_page(array: np.ndarray) -> Iterator[np.ndarray]:
+    return (array[i : i + RANK_PAGE] for i in range(0, len(array), RANK_PAGE))
 
-    Args:
-      a: `[rank, d_in]`, any float dtype.
-      b: `[d_out, rank]`, any float dtype.
-      scale: the adapter's scale.
-      dtype: of the result. What overflows it becomes infinite, and is found when the
-        page is written to the device.
-    """
-    with np.errstate(invalid="ignore", over="ignore"):
-        scaled = b.astype(np.float32) * np.float32(scale)
-        return Factors(a.astype(dtype), scaled.astype(dtype))
+
+def _copy(source: np.ndarray, target: np.ndarray) -> None:
+    """Copy, or cast where the dtypes differ."""
+    if source.dtype == target.dtype:  # as integers bfloat16 takes a third of the time
+        bits = f"u{source.dtype.itemsize}"
+        source, target = source.view(bits), target.view(bits)
+    target[...] = source
+
+
+def _measure(parts: Sequence[_Part]) -> Iterator[ReportRow]:
+    """Compute what a report says of each module."""
+    for module, (_, _, rank, scale), a_pages, b_pages, is_folded in parts:
+        a = np.concatenate([page[0] for page in a_pages])
+        b = np.concatenate(b_pages, axis=1)
+        norm = delta_norm(a, b, 1.0 if is_folded else scale)
+        yield ReportRow(module.layer, module.name, rank, scale, norm)

@@ -26,20 +26,21 @@ class GroupPools:
     """The adapters of one module group in every layer, in rank pages.
 
     A page number means the same page in every layer, so one table serves them all;
-    the counts differ, for an adapter may leave a module of some layer alone.
+    the counts differ, for an adapter may leave a module of some layer alone. One array
+    holds all layers, one after the other; see `LoraPool`.
 
     Attributes:
-      a: per layer `[pages, C, 16, d_in]`.
-      b: per layer `[pages, 16, d_out_total]`, times the adapter's scale.
+      a: `[layers * pages, C, 16, d_in]`.
+      b: `[layers * pages, 16, d_out_total]`, times the adapter's scale.
       page_table: `i32[slots, max_pages]`.
-      num_pages: per layer `i32[slots, C]`.
+      num_pages: `i32[layers * slots, C]`.
       d_outs: width of each of the `C` modules' outputs (static).
     """
 
-    a: tuple[Array, ...]
-    b: tuple[Array, ...]
+    a: Array
+    b: Array
     page_table: Array
-    num_pages: tuple[Array, ...]
+    num_pages: Array
     d_outs: tuple[int, ...] = dataclasses.field(metadata={"static": True})
 
     @classmethod
@@ -55,27 +56,33 @@ class GroupPools:
         dtype: Any,
     ) -> "GroupPools":
         """Make empty pools; see `LoraPools.zeros` for the arguments."""
-        layers, modules = range(num_layers), len(d_outs)
+        modules, pages = len(d_outs), num_layers * num_pages
         return cls(
-            a=tuple(
-                jnp.zeros((num_pages, modules, RANK_PAGE, d_in), dtype) for _ in layers
-            ),
-            b=tuple(
-                jnp.zeros((num_pages, RANK_PAGE, sum(d_outs)), dtype) for _ in layers
-            ),
+            a=jnp.zeros((pages, modules, RANK_PAGE, d_in), dtype),
+            b=jnp.zeros((pages, RANK_PAGE, sum(d_outs)), dtype),
             page_table=jnp.zeros((num_slots, -(-max_rank // RANK_PAGE)), jnp.int32),
-            num_pages=tuple(jnp.zeros((num_slots, modules), jnp.int32) for _ in layers),
+            num_pages=jnp.zeros((num_layers * num_slots, modules), jnp.int32),
             d_outs=d_outs,
         )
 
+    @property
+    def num_layers(self) -> int:
+        return self.num_pages.shape[0] // self.page_table.shape[0]
+
+    @property
+    def pages_per_layer(self) -> int:
+        return self.a.shape[0] // self.num_layers
+
     def layer(self, index: int) -> LoraPool:
         """Return one layer's view: the same arrays, nothing is copied."""
+        assert 0 <= index < self.num_layers, (index, self.num_layers)
         return LoraPool(
-            a=self.a[index],
-            b=self.b[index],
+            a=self.a,
+            b=self.b,
             page_table=self.page_table,
-            num_pages=self.num_pages[index],
+            num_pages=self.num_pages,
             d_outs=self.d_outs,
+            layer=None if self.num_layers == 1 else jnp.full(1, index, jnp.int32),
         )
 
 
@@ -163,7 +170,7 @@ class LoraPools:
 
     @property
     def num_layers(self) -> int:
-        return len(self.qkv.a)
+        return self.qkv.num_layers
 
     @property
     def num_slots(self) -> int:
@@ -182,16 +189,16 @@ class LoraPools:
     @property
     def num_pages(self) -> int:
         """Rank pages of each module group."""
-        return self.qkv.a[0].shape[0]
+        return self.qkv.pages_per_layer
 
     @property
     def dtype(self) -> Any:
-        return self.qkv.a[0].dtype
+        return self.qkv.a.dtype
 
 
 SlotTables = dict[str, tuple[Any, Any]]
-# Group -> its page table, and per layer how many pages each slot's modules use.
-PoolTables = dict[str, tuple[Array, tuple[Array, ...]]]
+# Group -> its page table, and how many pages each layer's slots' modules use.
+PoolTables = dict[str, tuple[Array, Array]]
 
 
 def slot_tables(
@@ -229,7 +236,8 @@ def write_page(
     group: str,
     page: Int[ArrayLike, ""],
     a_page: Float[Array | np.ndarray, "layers C lanes d_in"],
-    b_page: Float[Array | np.ndarray, "layers lanes d_out_total"],
+    b_page: Float[Array | np.ndarray, "layers d_out_total lanes"],
+    scale: Float[Array | np.ndarray, "layers C"],
 ) -> tuple[LoraPools, Bool[Array, ""]]:
     """Write one rank page of one module group, in every layer.
 
@@ -242,12 +250,13 @@ def write_page(
       page: which page, 0 to `num_pages - 1`. Whoever hands out pages keeps the range:
         like `lax.dynamic_update_slice`, this clamps.
       a_page: the page's A, in the pools' dtype; zeros in unused lanes and modules.
-      b_page: the page's B, times the adapter's scale, in the pools' dtype.
+      b_page: the page's B, as files have it, in the pools' dtype; zeros likewise.
+      scale: what multiplies each module's B: in float32, rounded once after it.
 
     Returns:
-      The pools, and whether all the page's values are finite.
+      The pools, and whether all values are finite as they lie in them.
     """
-    written, finite = write_group_page(pools.group(group), page, a_page, b_page)
+    written, finite = write_group_page(pools.group(group), page, a_page, b_page, scale)
     return dataclasses.replace(pools, **{group: written}), finite
 
 
@@ -255,24 +264,53 @@ def write_group_page(
     pools: GroupPools,
     page: Int[ArrayLike, ""],
     a_page: Float[Array | np.ndarray, "layers C lanes d_in"],
-    b_page: Float[Array | np.ndarray, "layers lanes d_out_total"],
+    b_page: Float[Array | np.ndarray, "layers d_out_total lanes"],
+    scale: Float[Array | np.ndarray, "layers C"],
 ) -> tuple[GroupPools, Bool[Array, ""]]:
     """Do what `write_page` does, with the pools of that group alone.
 
     A launch costs the host time for every array that goes through it: a fourth of them
     is a fourth of the time.
     """
-    layers, dtype = len(pools.a), pools.a[0].dtype
-    assert a_page.shape == (layers, *pools.a[0].shape[1:]), a_page.shape
-    assert b_page.shape == (layers, *pools.b[0].shape[1:]), b_page.shape
+    layers, dtype = pools.num_layers, pools.a.dtype
+    lanes, d_out_total = pools.b.shape[1:]
+    assert a_page.shape == (layers, *pools.a.shape[1:]), a_page.shape
+    assert b_page.shape == (layers, d_out_total, lanes), b_page.shape
     assert a_page.dtype == b_page.dtype == dtype, (a_page.dtype, b_page.dtype)
-    put = lax.dynamic_update_index_in_dim
-    written = dataclasses.replace(
-        pools,
-        a=tuple(put(a, a_page[i], page, 0) for i, a in enumerate(pools.a)),
-        b=tuple(put(b, b_page[i], page, 0) for i, b in enumerate(pools.b)),
+    scales = jnp.concatenate(
+        [
+            jnp.broadcast_to(scale[:, i : i + 1], (layers, d_out))
+            for i, d_out in enumerate(pools.d_outs)
+        ],
+        axis=1,
     )
-    return written, jnp.isfinite(a_page).all() & jnp.isfinite(b_page).all()
+    scaled = jnp.asarray(b_page).astype(jnp.float32) * scales[:, :, None]
+    b_page = scaled.astype(dtype).transpose(0, 2, 1)
+    written = dataclasses.replace(
+        pools, a=_put(pools.a, a_page, page), b=_put(pools.b, b_page, page)
+    )
+    return written, _all_finite(jnp.asarray(a_page)) & _all_finite(b_page)
+
+
+def _put(array: Array, rows: Array | np.ndarray, index: Int[ArrayLike, ""]) -> Array:
+    """Write `rows[i]` to row `index` of layer `i`, clamped to the layer's."""
+    per_layer = array.shape[0] // len(rows)
+    # A scatter: XLA's CPU copies the whole array to update a slice of it by layers.
+    first = jnp.arange(len(rows), dtype=jnp.int32) * per_layer
+    at = array.at[first + jnp.clip(index, 0, per_layer - 1)]
+    return at.set(
+        rows,
+        indices_are_sorted=True,
+        unique_indices=True,
+        mode="promise_in_bounds",
+    )
+
+
+def _all_finite(values: Array) -> Bool[Array, ""]:
+    # By the bits: XLA may leave out a rounding that only a float's value depends on.
+    infinity = np.array(np.inf, values.dtype).view(f"u{values.dtype.itemsize}")
+    bits = lax.bitcast_convert_type(values, infinity.dtype)
+    return ((bits & infinity) != infinity).all()
 
 
 def set_slot(
@@ -304,9 +342,7 @@ def put_slot(
     return {
         group: (
             put(shown[group][0], page_row, slot, 0),
-            tuple(
-                put(used, counts[i], slot, 0) for i, used in enumerate(shown[group][1])
-            ),
+            _put(shown[group][1], counts, slot),
         )
         for group, (page_row, counts) in tables.items()
     }

@@ -10,29 +10,19 @@ import os
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
-from punica_jax.models._adapter import (
-    Adapter,
-    AdapterReport,
-    Factors,
-    ReportRow,
-    delta_norm,
-    fold_scale,
-)
+from punica_jax.models._adapter import Adapter
+from punica_jax.models._adapter_report import AdapterReport, ReportRow
 from punica_jax.models._base_modules import BaseModule, base_modules
 from punica_jax.models._config import LlamaConfig
-from punica_jax.models._peft_binding import (
-    Binding,
-    bind_tensors,
-    listed,
-    tensor_name,
-)
+from punica_jax.models._peft_binding import bind_tensors, listed, tensor_name
 from punica_jax.models._peft_config import (
     AdapterError,
     PeftLoraConfig,
@@ -59,7 +49,12 @@ __all__ = [
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 _PICKLE_FILE = "adapter_model.bin"
-_DTYPES = ("F16", "BF16", "F32", "F64")
+_DTYPES = {
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F32": np.dtype(np.float32),
+    "F64": np.dtype(np.float64),
+}
 
 
 def read_adapter(
@@ -71,13 +66,15 @@ def read_adapter(
 ) -> Adapter:
     """Read a PEFT directory, and check all of it against the base model.
 
-    Takes host memory for its rank pages in `dtype`, and for the tensors while it reads.
+    Takes host memory for its rank pages in `dtype`, and for some tensors while it
+    reads.
 
     Args:
       path: the directory.
       config: the base model's.
       dtype: of the weights on the device. B is multiplied by the adapter's scale in
-        float32 before the cast.
+        float32, and rounded once: here, or on the device if the file's dtype is no
+        wider.
       base_name: what the base model is called, for a warning (a `UserWarning`) if the
         adapter names another one. Only the part after the last "/" counts.
 
@@ -172,7 +169,16 @@ def make_adapter(
     fields, arrays = _as_files(config, tensors, fields)
     shapes = {name: array.shape for name, array in arrays.items()}
     bindings = bind_tensors(PeftLoraConfig.from_fields(fields), config, shapes)
-    return _adapter_of(bindings, arrays.__getitem__, config, np.dtype(dtype))
+    dtypes = {name: array.dtype for name, array in arrays.items()}
+
+    def read_into(targets: Mapping[str, Sequence[np.ndarray]]) -> None:
+        for name, pieces in targets.items():
+            bounds = np.cumsum([len(piece) for piece in pieces])
+            rows = np.split(arrays[name], bounds[:-1])
+            for piece, part in zip(pieces, rows, strict=True):
+                piece[...] = part
+
+    return Adapter(config, bindings, dtypes, read_into, np.dtype(dtype))
 
 
 def _as_files(
@@ -279,24 +285,9 @@ def _read_weights(
             f"weights must be of dtype {', '.join(_DTYPES)}, got {listed(sorted(odd))}"
         )
     shapes = {name: info.shape for name, info in file.tensors.items()}
-    return _adapter_of(bind_tensors(lora, config, shapes), file.read, config, dtype)
-
-
-def _adapter_of(
-    bindings: Mapping[BaseModule, Binding],
-    read: Callable[[str], np.ndarray],
-    config: LlamaConfig,
-    dtype: np.dtype,
-) -> Adapter:
-    """Make an adapter of tensors that are read by their names."""
-    factors: dict[BaseModule, Factors] = {}
-    rows = []
-    for module, (a_name, b_name, rank, scale) in bindings.items():
-        a, b = read(a_name), read(b_name)
-        norm = delta_norm(a, b, scale)
-        rows.append(ReportRow(module.layer, module.name, rank, scale, norm))
-        factors[module] = fold_scale(a, b, scale, dtype)
-    return Adapter(config, factors, AdapterReport(tuple(rows)), dtype)
+    bindings = bind_tensors(lora, config, shapes)
+    dtypes = {name: _DTYPES[info.dtype] for name, info in file.tensors.items()}
+    return Adapter(config, bindings, dtypes, file.read_into, dtype)
 
 
 def _by_path(

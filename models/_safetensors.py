@@ -1,11 +1,13 @@
-"""One safetensors file, read tensor by tensor into numpy arrays.
+"""One safetensors file, read into numpy arrays.
 
 Knows nothing of models, adapters, devices or of what the tensors mean; it does
 not read an index of shards either.
 """
 
+import json
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -13,6 +15,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
+
+_MAX_BUFFERS = 1024  # that one call of the system fills, on Linux and macOS
 
 
 class SafetensorsFileError(ValueError):
@@ -28,7 +32,7 @@ class TensorInfo(NamedTuple):
     @property
     def size(self) -> int:
         """Number of elements."""
-        return int(np.prod(self.shape, dtype=np.int64))
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +45,8 @@ class SafetensorsFile:
     path: Path
     tensors: Mapping[str, TensorInfo]
     _handle: Any
+    _fd: int
+    _starts: Mapping[str, int]  # where each tensor's bytes begin
 
     @property
     def names(self) -> list[str]:
@@ -69,8 +75,54 @@ class SafetensorsFile:
                 f"cannot be read: {err}"
             ) from err
 
+    def read_into(self, targets: Mapping[str, Sequence[np.ndarray]]) -> None:
+        """Read tensors into arrays that are there; in any number of threads.
+
+        One call of the system for all that lie side by side: hundreds of small ones
+        would each wait for Python's lock where another thread computes.
+
+        Args:
+          targets: name -> contiguous arrays of the tensor's dtype; its elements fill
+            one after the other.
+
+        Raises:
+          SafetensorsFileError: the file has become shorter than it was.
+        """
+        runs: list[tuple[int, list[memoryview]]] = []
+        end = -1
+        for name in sorted(targets, key=self._starts.__getitem__):
+            pieces = targets[name]
+            assert sum(piece.size for piece in pieces) == self.tensors[name].size, name
+            assert all(piece.flags.c_contiguous for piece in pieces), name
+            if self._starts[name] != end:
+                end = self._starts[name]
+                runs.append((end, []))
+            runs[-1][1].extend(
+                piece.reshape(-1).view(np.uint8).data for piece in pieces
+            )
+            end += sum(piece.nbytes for piece in pieces)
+        for start, buffers in runs:
+            self._fill(start, [buffer for buffer in buffers if buffer.nbytes])
+
+    def _fill(self, start: int, buffers: list[memoryview]) -> None:
+        """Fill buffers with the bytes from `start` on."""
+        while buffers:
+            num_bytes = os.preadv(self._fd, buffers[:_MAX_BUFFERS], start)
+            if num_bytes == 0:
+                num_bytes = os.fstat(self._fd).st_size
+                raise SafetensorsFileError(
+                    f"{self.path}: not a complete safetensors file ({num_bytes} "
+                    "bytes): it has become shorter. Copy or download it again"
+                )
+            start += num_bytes
+            while buffers and num_bytes >= buffers[0].nbytes:
+                num_bytes -= buffers.pop(0).nbytes
+            if num_bytes:
+                buffers[0] = buffers[0][num_bytes:]
+
     def close(self) -> None:
         """Give the file back to the system; arrays read from it stay valid."""
+        os.close(self._fd)
         self._handle.__exit__(None, None, None)
 
     def __enter__(self) -> "SafetensorsFile":
@@ -102,17 +154,21 @@ def open_safetensors(path: str | os.PathLike[str]) -> SafetensorsFile:
     if not path.is_file():
         what = "is a directory" if path.is_dir() else "does not exist"
         raise SafetensorsFileError(f"{path}: a safetensors file is needed, it {what}")
+    fd = os.open(path, os.O_RDONLY)
     try:
         handle: Any = safe_open(str(path), framework="numpy").__enter__()
-        tensors = {name: _info(handle, name) for name in handle.keys()}
-    except (SafetensorError, OSError) as err:
+        # Checked by now, to the last byte; a handle has no word for where bytes begin.
+        header_len = int.from_bytes(os.pread(fd, 8, 0), "little")
+        header = json.loads(os.pread(fd, header_len, 8))
+    except (SafetensorError, OSError, ValueError) as err:
+        os.close(fd)
         raise SafetensorsFileError(
             f"{path}: not a complete safetensors file ({path.stat().st_size} bytes): "
             f"{err}. Copy or download it again"
         ) from err
-    return SafetensorsFile(path=path, tensors=tensors, _handle=handle)
-
-
-def _info(handle: Any, name: str) -> TensorInfo:
-    view = handle.get_slice(name)
-    return TensorInfo(tuple(view.get_shape()), str(view.get_dtype()))
+    header.pop("__metadata__", None)
+    tensors, starts = {}, {}
+    for name, one in header.items():
+        tensors[name] = TensorInfo(tuple(one["shape"]), one["dtype"])
+        starts[name] = 8 + header_len + one["data_offsets"][0]
+    return SafetensorsFile(path, tensors, handle, fd, starts)

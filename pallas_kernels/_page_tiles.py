@@ -62,7 +62,39 @@ class AdapterPages:
     page_table_ref: Any  # i32[slots, max_pages]
     slot: Array
     count: Array
+    first: Array | int  # page of the layer
+    page: (
+        Array  # its first one, looked up beside the count: neither waits for the other
+    )
     most: int
+
+    @classmethod
+    def of(cls, tables: Any, weights_ref: Any, slot: Array, module: Any) -> Any:
+        """Look up the pages of a slot, none if it is below 0.
+
+        Args:
+          tables: refs of the page table, the counts and the layer.
+          weights_ref: `[layers * pages, ...]`.
+          slot: `i32[]`.
+          module: which of the group's.
+        """
+        page_table_ref, num_pages_ref, layer_ref = tables
+        num_slots = page_table_ref.shape[0]
+        num_layers = num_pages_ref.shape[0] // num_slots
+        known = jnp.maximum(slot, 0)
+        row, first = known, 0
+        if num_layers > 1:
+            layer = layer_ref[0]
+            row = layer * num_slots + known
+            first = layer * (weights_ref.shape[0] // num_layers)
+        return cls(
+            page_table_ref=page_table_ref,
+            slot=known,
+            count=jnp.where(slot >= 0, num_pages_ref[row, module], 0),
+            first=first,
+            page=first + page_table_ref[known, 0],
+            most=pages_at_once(weights_ref.dtype),
+        )
 
     @property
     def max_count(self) -> int:
@@ -70,7 +102,13 @@ class AdapterPages:
 
     def single(self) -> PageLanes:
         """Return the only page's lanes."""
-        return self._lanes(0, 1)
+        return self.lanes_of(self.page, 0)
+
+    def lanes_of(self, page: Array, index: Array | int) -> PageLanes:
+        """Return the lanes of one page, the adapter's number `index`."""
+        lane = jnp.arange(RANK_PAGE, dtype=jnp.int32)
+        rank = index * RANK_PAGE + lane
+        return PageLanes(page=page, lane=lane[:, None], rank=rank, used=None)
 
     def fold(self, step: Callable[[PageLanes, Any], Any], init: Any) -> Any:
         """Fold `step(lanes, carry)` over the pages in order, several at once."""
@@ -85,16 +123,16 @@ class AdapterPages:
         )
 
     def _lanes(self, first: Array | int, width: int) -> PageLanes:
+        if width == 1:
+            page = self.first + self.page_table_ref[self.slot, first]
+            return self.lanes_of(page, first)
         index = jnp.arange(width * RANK_PAGE, dtype=jnp.int32)
         rank = first * RANK_PAGE + index
-        if width == 1:
-            page = self.page_table_ref[self.slot, first]
-            return PageLanes(page=page, lane=index[:, None], rank=rank, used=None)
         # lax.div and lax.rem: the sign corrections of // and % would hide from Triton
         # that neighbours lie side by side, and its loads would be 2 bytes wide.
         number = first + lax.div(index, jnp.int32(RANK_PAGE))
         used = number < self.count
-        page = load(self.page_table_ref.at[self.slot, number], used)
+        page = self.first + load(self.page_table_ref.at[self.slot, number], used)
         lane = lax.rem(index, jnp.int32(RANK_PAGE))
         return PageLanes(page=page[:, None], lane=lane[:, None], rank=rank, used=used)
 

@@ -1,7 +1,8 @@
 """Where adapters live on the device: pools of rank pages.
 
-Knows one layer's one module group (the modules that share an input). Knows nothing of
-adapter files, names, or which pages are free.
+Knows one module group (the modules that share an input) of a layer, which may share
+its arrays with other layers. Knows nothing of adapter files, names, or which pages are
+free.
 """
 
 import dataclasses
@@ -9,7 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jaxtyping import Float, Int
 
 # One page holds this many consecutive ranks: the least that a tensor-core product
@@ -26,6 +27,10 @@ class LoraPool:
     `C` modules of the group. Module `c` of slot `s` uses its first `num_pages[s, c]`
     pages; what lies beyond is never read. Lanes past the true rank are zeros.
 
+    The arrays may hold the pages of several layers, one layer's after the other's, all
+    under one page table: every array that a program takes costs the host 1.5 us a
+    launch. `layer` says whose they are here.
+
     Attributes:
       a: `[pages, C, 16, d_in]`, the A matrices as PEFT stores them.
       b: `[pages, 16, d_out_total]`, the transposed B matrices times the adapter's
@@ -35,6 +40,7 @@ class LoraPool:
       page_table: `i32[slots, max_pages]`.
       num_pages: `i32[slots, C]`, 0 where the adapter leaves the module alone.
       d_outs: width of each of the `C` modules' outputs (static).
+      layer: `i32[1]`, where `a`, `b` and `num_pages` hold several layers; else None.
     """
 
     a: Array
@@ -42,6 +48,7 @@ class LoraPool:
     page_table: Array
     num_pages: Array
     d_outs: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+    layer: Array | None = None
 
     @property
     def d_in(self) -> int:
@@ -58,6 +65,31 @@ class LoraPool:
     @property
     def num_modules(self) -> int:
         return len(self.d_outs)
+
+    @property
+    def num_layers(self) -> int:
+        """Layers whose pages the arrays hold."""
+        return self.num_pages.shape[0] // self.num_slots
+
+    @property
+    def layer_index(self) -> Array:
+        """Which of them this is, `i32[1]`."""
+        return jnp.zeros(1, jnp.int32) if self.layer is None else self.layer
+
+    @property
+    def pages_per_layer(self) -> int:
+        return self.a.shape[0] // self.num_layers
+
+    @property
+    def first_page(self) -> Array:
+        """Number of the layer's first page in the arrays, `i32[]`."""
+        return self.layer_index[0] * self.pages_per_layer
+
+    @property
+    def layer_num_pages(self) -> Array:
+        """The layer's `num_pages`, `i32[slots, C]`."""
+        first = self.layer_index[0] * self.num_slots
+        return lax.dynamic_slice_in_dim(self.num_pages, first, self.num_slots)
 
     @property
     def max_rank(self) -> int:

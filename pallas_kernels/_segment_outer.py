@@ -11,7 +11,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from punica_jax.pallas_kernels._page_tiles import dot, load, mask_of
+from punica_jax.pallas_kernels._page_tiles import AdapterPages, dot, load, mask_of
 from punica_jax.pallas_kernels._pool import RANK_PAGE, LoraPool
 from punica_jax.pallas_kernels._segments import Segments
 
@@ -50,6 +50,7 @@ def segment_outer(
             x,
             pool.page_table,
             pool.num_pages,
+            pool.layer_index,
             segments.rows,
             segments.bounds,
         )
@@ -57,14 +58,15 @@ def segment_outer(
 
 
 def _segment_outer_kernel(
-    out_in_ref,  # f32[pages, C, 16, d]
+    out_in_ref,  # f32[layers * pages, C, 16, d]
     v_ref,  # [passes * rows, C * max_rank]
     x_ref,  # [rows, d]
     page_table_ref,  # i32[slots, max_pages]
-    num_pages_ref,  # i32[slots, C]
+    num_pages_ref,  # i32[layers * slots, C]
+    layer_ref,  # i32[1]
     rows_ref,  # i32[passes, rows]
     bounds_ref,  # i32[passes, slots + 1]
-    out_ref,  # f32[pages, C, 16, d]
+    out_ref,  # f32[layers * pages, C, 16, d]
     *,
     number: int,
     num_rows: int,
@@ -81,8 +83,11 @@ def _segment_outer_kernel(
     k = pl.program_id(2) * block_d + jnp.arange(block_d, dtype=jnp.int32)
     inside = k < d
 
+    tables = page_table_ref, num_pages_ref, layer_ref
+    pages = AdapterPages.of(tables, out_ref, slot, module)
+
     def add_page(p, _):
-        page = page_table_ref[slot, p]
+        page = pages.first + page_table_ref[slot, p]
         column = module * max_rank + p * RANK_PAGE + rank
 
         def add_entries(step, acc):
@@ -106,5 +111,5 @@ def _segment_outer_kernel(
         acc = lax.fori_loop(0, steps, add_entries, load(old_at, mask))
         plgpu.store(at, acc, mask=mask)
 
-    count = jnp.where(num_entries > 0, num_pages_ref[slot, module], 0)
+    count = jnp.where(num_entries > 0, pages.count, 0)
     lax.fori_loop(0, count, add_page, None)

@@ -4,6 +4,7 @@ Knows files, the table of who owns which pages, and the pools that they are writ
 """
 
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from punica_jax.hub import local_dir
 from punica_jax.models import (
     MODULE_GROUPS,
     AdapterError,
+    AdapterReport,
     LlamaConfig,
     read_adapter,
     read_rank,
@@ -86,6 +88,7 @@ class AdapterLoader:
         self._table = table
         self._config = config
         self._base_name = base_name
+        self._reporting: threading.Thread | None = None
 
     def load(
         self,
@@ -118,7 +121,15 @@ class AdapterLoader:
             self._table.cancel(placement)
             raise
         self._table.publish(placement, adapter.report)
+        self._complete(adapter.report)
         return self._table[name]
+
+    def _complete(self, report: AdapterReport) -> None:
+        """Compute a report's norms beside what follows; until then it holds weights."""
+        if self._reporting is not None:
+            self._reporting.join()
+        self._reporting = threading.Thread(target=report.complete)
+        self._reporting.start()
 
     def unload(self, name: str) -> None:
         """Forget an adapter; see `LLM.unload_adapter`."""

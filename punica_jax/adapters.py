@@ -30,7 +30,7 @@ from punica_jax.placements import (
 )
 
 if TYPE_CHECKING:
-    from punica_jax.models._peft import AdapterReport
+    from punica_jax.models import AdapterReport
 
 
 class AdapterTable(Mapping[str, LoadedAdapter]):

@@ -5,6 +5,7 @@ nothing of requests, text or files.
 """
 
 import dataclasses
+import functools
 import math
 import statistics
 import time
@@ -39,6 +40,8 @@ SHAPES = {SMALL.name: SMALL, **MODEL_SHAPES}
 Slots = Sequence[int] | np.ndarray
 # Values that are drawn sooner than a program for their shape compiles.
 _MOST_FROM_HOST = 2**20
+# Of an array of all layers, so that a piece is at most a layer's.
+_MOST_PIECES = 2**8
 # Adapters change what a layer computes by about half: a wrong one shows.
 _ADAPTER_SCALE = 0.06
 
@@ -51,10 +54,18 @@ def make_config(shape: ModelShape) -> LlamaConfig:
 
 def random_like(tree: Any, scale: float, seed: int) -> Any:
     """Replace a tree's floating-point arrays by normal values; takes them over."""
-    draw = jax.jit(
-        lambda key, shape, dtype: scale * jax.random.normal(key, shape, dtype),
-        static_argnums=(1, 2),
-    )
+
+    @functools.partial(jax.jit, static_argnums=(1, 2))
+    def draw(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+        # Piece by piece: to draw values takes several times their space.
+        pieces = math.gcd(shape[0], _MOST_PIECES)
+        shape_of_piece = (shape[0] // pieces, *shape[1:])
+        drawn = jax.lax.map(
+            lambda key: scale * jax.random.normal(key, shape_of_piece, dtype),
+            jax.random.split(key, pieces),
+        )
+        return drawn.reshape(shape)
+
     host = np.random.default_rng(seed)
     leaves, structure = jax.tree.flatten(tree)
     for i, leaf in enumerate(leaves):
@@ -91,11 +102,11 @@ def set_ranks(pools: LoraPools, ranks: Sequence[int]) -> LoraPools:
     groups = {}
     for name, modules in MODULE_GROUPS.items():
         group = pools.group(name)
-        per_module = np.repeat(used[:, None], len(modules), axis=1)
+        per_module = np.tile(used[:, None], (pools.num_layers, len(modules)))
         groups[name] = dataclasses.replace(
             group,
             page_table=jnp.asarray(table),
-            num_pages=tuple(jnp.asarray(per_module) for _ in group.num_pages),
+            num_pages=jnp.asarray(per_module),
         )
     return LoraPools(**groups)
 

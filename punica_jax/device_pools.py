@@ -9,30 +9,34 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from punica_jax.models import (
     MODULE_GROUPS,
     Adapter,
     AdapterReport,
+    GroupPools,
     LoraPools,
-    SlotTables,
+    PoolTables,
+    RankPage,
     put_slot,
     slot_tables,
     write_group_page,
 )
+from punica_jax.packing import Layout, pack, unpack
 
 
 class StagedAdapter(NamedTuple):
     """An adapter on the device, not in the pools yet.
 
     Attributes:
-      pages: module group -> (A, B) of each page; see `Adapter.page`.
+      pages: module group -> its pages, whose arrays are the device's.
       counts: module group -> `i32[layers, C]`, the pages that each module uses.
       report: the adapter's.
     """
 
-    pages: dict[str, list[tuple[jax.Array, jax.Array]]]
+    pages: dict[str, list[RankPage]]
     counts: dict[str, np.ndarray]
     report: AdapterReport
 
@@ -47,8 +51,15 @@ class DevicePools:
     def __init__(self, pools: LoraPools):
         """Take over empty pools, and compile what writes them."""
         self.pools = pools
-        self._write_page = jax.jit(write_group_page, donate_argnums=0)
-        self._set_slot = jax.jit(put_slot, donate_argnums=0)
+        self._write_page = jax.jit(
+            _write_packed, donate_argnums=0, static_argnames=("layout", "group")
+        )
+        self._set_slot = jax.jit(
+            _show_packed, donate_argnums=0, static_argnames="layout"
+        )
+        # Here already: to bring a number takes longer than to launch a program.
+        self._finite = jnp.bool_(True)
+        self._indices = [jnp.int32(index) for index in range(pools.max_pages)]
         self._compile()
 
     @property
@@ -66,19 +77,16 @@ class DevicePools:
         Returns:
           Whether all its values are finite, as the device found them.
         """
-        flags = [
-            self._write(group, page, *adapter.page(group, index))
-            for group, numbers in pages.items()
-            for index, page in enumerate(numbers)
-        ]
-        return all(bool(flag) for flag in flags)
+        staged = self.stage(adapter)
+        packed = self._packed(0, pages, staged.counts)
+        return bool(self._write(packed, staged.pages))
 
     def show(
         self, slot: int, adapter: Adapter, pages: Mapping[str, Sequence[int]]
     ) -> None:
         """Point a slot at written pages: rows see the adapter from the next step on."""
         counts = {group: adapter.counts(group) for group in pages}
-        self._show(slot, slot_tables(self.pools, pages, counts))
+        self._show(self._packed(slot, pages, counts))
 
     def stage(self, adapter: Adapter) -> StagedAdapter:
         """Copy an adapter to the device, beside the pools, and wait for it.
@@ -87,12 +95,11 @@ class DevicePools:
         """
         pages = {
             group: [
-                jax.device_put(adapter.page(group, index))
-                for index in range(adapter.num_pages(group))
+                adapter.page(group, index) for index in range(adapter.num_pages(group))
             ]
             for group in MODULE_GROUPS
         }
-        jax.block_until_ready(pages)
+        pages = jax.block_until_ready(jax.device_put(pages))
         counts = {group: adapter.counts(group) for group in MODULE_GROUPS}
         return StagedAdapter(pages, counts, adapter.report)
 
@@ -111,43 +118,83 @@ class DevicePools:
         Returns:
           What waits, and tells whether all its values are finite.
         """
-        flags = [
-            self._write(group, page, *arrays)
-            for group, numbers in pages.items()
-            for page, arrays in zip(numbers, staged.pages[group], strict=True)
-        ]
-        self._show(slot, slot_tables(self.pools, pages, staged.counts))
-        for flag in flags:
-            flag.copy_to_host_async()
-        return lambda: all(jax.device_get(flags))
+        packed = self._packed(slot, pages, staged.counts)
+        is_finite = self._write(packed, staged.pages)
+        self._show(packed)
+        is_finite.copy_to_host_async()
+        return lambda: bool(is_finite)
 
     def clear_slot(self, slot: int) -> None:
         """Empty a slot: rows that name it get no adapter's product."""
-        self._show(slot, slot_tables(self.pools))
+        self._show(self._packed(slot))
+
+    def _packed(
+        self,
+        slot: int,
+        pages: Mapping[str, Sequence[int]] | None = None,
+        counts: Mapping[str, np.ndarray] | None = None,
+    ) -> tuple[jax.Array, Layout]:
+        """Bring a slot's number and tables to the device, in one copy."""
+        tables = slot_tables(self.pools, pages, counts)
+        packed, layout = pack((np.asarray(slot, np.int32), tables))
+        return jax.device_put(packed), layout
 
     def _write(
         self,
-        group: str,
-        page: int,
-        a_page: np.ndarray | jax.Array,
-        b_page: np.ndarray | jax.Array,
+        packed: tuple[jax.Array, Layout],
+        pages: Mapping[str, Sequence[RankPage]],
     ) -> jax.Array:
-        """Write one page; return whether it is finite, without waiting."""
-        written, finite = self._write_page(
-            self.pools.group(group), np.int32(page), a_page, b_page
-        )
-        self.pools = dataclasses.replace(self.pools, **{group: written})
-        return finite
+        """Write pages where the tables say; return whether all are finite, later."""
+        is_finite = self._finite
+        for group, own in pages.items():
+            for index, page in zip(self._indices, own, strict=False):
+                pools = self.pools.group(group)
+                written, is_finite = self._write_page(
+                    pools, is_finite, index, page, packed[0], packed[1], group
+                )
+                self.pools = dataclasses.replace(self.pools, **{group: written})
+        return is_finite
 
-    def _show(self, slot: int, tables: SlotTables) -> None:
-        shown = self._set_slot(self.pools.tables, np.int32(slot), tables)
-        self.pools = self.pools.replace_tables(shown)
+    def _show(self, packed: tuple[jax.Array, Layout]) -> None:
+        self.pools = self.pools.replace_tables(
+            self._set_slot(self.pools.tables, *packed)
+        )
 
     def _compile(self) -> None:
-        # Slot 0 is empty and page 0 free: writing zeros there changes nothing.
+        layers, pages = self.pools.num_layers, {}
         for group in MODULE_GROUPS:
-            pools, layers = self.pools.group(group), self.pools.num_layers
-            shapes = (pools.a[0].shape[1:], pools.b[0].shape[1:])
-            zeros = [np.zeros((layers, *shape), pools.a[0].dtype) for shape in shapes]
-            self._write(group, 0, *zeros)
-        self.clear_slot(0)
+            pools = self.pools.group(group)
+            (lanes, d_out), num_modules = pools.b.shape[1:], len(pools.d_outs)
+            zeros = RankPage(
+                np.zeros((layers, *pools.a.shape[1:]), pools.a.dtype),
+                np.zeros((layers, d_out, lanes), pools.a.dtype),
+                np.zeros((layers, num_modules), np.float32),
+            )
+            pages[group] = [zeros]
+        # Slot 0 is empty and page 0 free: writing zeros there changes nothing. Copied
+        # all at once, as adapters are: the first time, a GPU's driver locks host memory
+        # for it, and steps would have to wait for that (50 ms on an H200's host).
+        packed = self._packed(0)
+        self._write(packed, jax.block_until_ready(jax.device_put(pages)))
+        self._show(packed)
+
+
+def _write_packed(
+    pools: GroupPools,
+    is_finite: jax.Array,
+    index: jax.Array,
+    page: RankPage,
+    packed: jax.Array,
+    layout: Layout,
+    group: str,
+) -> tuple[GroupPools, jax.Array]:
+    """Write an adapter's page number `index` where its packed tables say."""
+    _, tables = unpack(packed, layout)
+    page_row, _ = tables[group]
+    written, is_page_finite = write_group_page(pools, page_row[index], *page)
+    return written, is_finite & is_page_finite
+
+
+def _show_packed(shown: PoolTables, packed: jax.Array, layout: Layout) -> PoolTables:
+    slot, tables = unpack(packed, layout)
+    return put_slot(shown, slot, tables)

@@ -37,7 +37,7 @@ from punica_jax.summary import summary
 from punica_jax.versions import Version
 
 _log = logging.getLogger(__name__)
-_NUM_READERS = 2
+_NUM_READERS = _NUM_EXAMINERS = 2
 _NUM_SPARE = 1  # slots; one adapter is replaced at a time while all others are in use
 
 
@@ -89,6 +89,7 @@ class Engine:
         awake = threading.Event()
         self._executor = ThreadPoolExecutor(_NUM_READERS, "punica-jax-adapters")
         self._copier = ThreadPoolExecutor(1, "punica-jax-copies")
+        self._examiner = ThreadPoolExecutor(_NUM_EXAMINERS, "punica-jax-digests")
         self._table = base.table(num_spare=_NUM_SPARE)
         self._residence = AdapterResidence(
             self._table,
@@ -96,6 +97,7 @@ class Engine:
             self._executor,
             host_bytes=host_bytes,
             copier=self._copier,
+            examiner=self._examiner,
             num_spare=_NUM_SPARE,
             wake=awake.set,
         )
@@ -316,7 +318,7 @@ class Engine:
         A second time does nothing.
         """
         self._thread.close()
-        for executor in (self._executor, self._copier):
+        for executor in (self._executor, self._copier, self._examiner):
             executor.shutdown(wait=False, cancel_futures=True)
 
     def _request(

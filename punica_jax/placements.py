@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from punica_jax.models._peft import AdapterReport
+    from punica_jax.models import AdapterReport
 
 NO_SLOT = -1
 BASE_VERSION = 0  # of the base model without an adapter

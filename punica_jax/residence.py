@@ -17,6 +17,9 @@ from punica_jax.versions import Device, HostAdapter, HostCache, Version
 # Files that are read at one time, and copies: those that wait longest come first.
 _MAX_READS = 4
 _MAX_STAGED = 2
+# Adapters whose digests and reports are not known yet: each of them is kept for that,
+# and no further file is read before there are fewer.
+_MAX_EXAMINED = 8
 
 
 class AdapterResidence(AdapterRegistry):
@@ -34,6 +37,7 @@ class AdapterResidence(AdapterRegistry):
         *,
         host_bytes: float,
         copier: Executor | None = None,
+        examiner: Executor | None = None,
         num_spare: int = 0,
         wake: Callable[[], None] = lambda: None,
     ):
@@ -46,6 +50,7 @@ class AdapterResidence(AdapterRegistry):
           host_bytes: most bytes of adapters in host memory, but for one that has just
             been read and is wanted on the device.
           copier: runs the copies to the device, where files must not hold them up.
+          examiner: computes digests and reports, which must not hold up files.
           num_spare: slots that only a version takes that is to replace another one.
           wake: called, in any thread, when there is something to `poll`.
         """
@@ -55,6 +60,7 @@ class AdapterResidence(AdapterRegistry):
         self._executor = executor
         self._wake = wake
         self._copier = copier or executor
+        self._examiner = examiner or executor
         self._num_spare = num_spare
         self._on_host = HostCache(host_bytes)
         # In the order of last use.
@@ -176,7 +182,10 @@ class AdapterResidence(AdapterRegistry):
             return False
         num_pages = version.num_pages
         if version.host is None:
-            if self._num_under_way(self._take_read) < _MAX_READS:
+            if (
+                self._num_under_way(self._take_read) < _MAX_READS
+                and self._num_under_way(self._take_examined) < _MAX_EXAMINED
+            ):
                 can_come = self._on_host.may_read(version)
                 if can_come or self._idle_for(version, num_pages) is not None:
                     self._start(version, version.read, self._take_read)
@@ -261,8 +270,11 @@ class AdapterResidence(AdapterRegistry):
         work: Callable[[], Any],
         take: Callable[[Version, Any], None],
     ) -> None:
-        is_copy = take == self._take_staged
-        task = (self._copier if is_copy else self._executor).submit(work)
+        others = {
+            self._take_staged: self._copier,
+            self._take_examined: self._examiner,
+        }
+        task = others.get(take, self._executor).submit(work)
         self._tasks[version] = take, task
         task.add_done_callback(lambda _: self._wake())
 
@@ -280,7 +292,7 @@ class AdapterResidence(AdapterRegistry):
         pages = placement.pages
         version.is_finite = self._device.place(placement.slot, staged, pages)
         self._table.publish(placement, staged.report)
-        version.ready = True
+        version.ready, version.report = True, staged.report
         if not version.loaded.done():
             version.loaded.set_result(None)
         version.stats.num_loads += 1
@@ -290,9 +302,10 @@ class AdapterResidence(AdapterRegistry):
         self._on_host.trim()
         if version.weights[0] != "digest":
             # Nobody waits for it: pages of other versions can be shared from then on.
-            self._start(version, host.digest, self._take_digest)
+            self._start(version, lambda: _examine(host), self._take_examined)
 
-    def _take_digest(self, version: Version, digest: str) -> None:
+    def _take_examined(self, version: Version, found: tuple[str, Any]) -> None:
+        digest, version.report = found
         old, version.weights = version.weights, ("digest", digest)
         self._renames.append((old, version.weights))
 
@@ -322,3 +335,8 @@ class AdapterResidence(AdapterRegistry):
         if is_retired:
             del self._retired[version]
             version.gone.set_result(None)
+
+
+def _examine(host: HostAdapter) -> tuple[str, Any]:
+    """Return an adapter's digest and its report, complete."""
+    return host.digest(), host.report.complete()

@@ -67,7 +67,8 @@ class Version:
       ready: whether rows can use it.
       lacks_room: whether room is what it waited for when it was wanted last.
       is_transient: whether its error goes when nobody holds it any more.
-      report: which modules it changes and by how much, once it has been read.
+      report: which modules it changes and by how much, once it has been read; None
+        again if it left host memory without ever having been on the device.
       loaded: done when it was ready for the first time, or failed.
       gone: done when nothing of it is left on host and device.
       error: what is wrong with it, as far as that is known.
@@ -178,6 +179,8 @@ class HostCache:
         if version.host is not None:
             self.nbytes -= version.host.nbytes
             version.host = None
+            if not version.ready and version.weights[0] != "digest":
+                version.report = None  # it holds the weights until it is complete
             del self._versions[version]
 
     def trim(self, keep: Version | None = None) -> None:

@@ -92,6 +92,15 @@ def write_peft(
     return path
 
 
+def in_pools(adapter, group, index, config=CONFIG):
+    """Return a page's A, and its B `[layers, 16, d_out_total]`, as pools have them."""
+    a_page, b_page, scale = adapter.page(group, index)
+    scales = np.repeat(scale, config.d_outs(group), axis=1)[:, :, None]
+    with np.errstate(over="ignore", invalid="ignore"):
+        scaled = (b_page.astype(np.float32) * scales).astype(b_page.dtype)
+    return a_page, scaled.transpose(0, 2, 1)
+
+
 def write_pages(pools, adapter, pages, write=write_page):
     """Write an adapter to its pages: group -> their numbers, in rank order."""
     for group, numbers in pages.items():

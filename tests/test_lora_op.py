@@ -161,6 +161,55 @@ def test_gradients_of_modules_with_own_ranks(implementation):
     assert np.isfinite(da).all() and np.isfinite(db).all()
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_layer_among_others_is_bitwise_the_layer_alone(dtype, implementation):
+    case = make_case(rows=19, ranks=[[16, 40], [0, 5], [33, 0]], dtype=dtype)
+    rng = np.random.default_rng(8)
+    slots = jnp.asarray(rng.integers(-1, 3, 19).astype(np.int32))
+    weights = jnp.asarray(rng.random(19, np.float32))
+    alone = [
+        dataclasses.replace(
+            case.pool,
+            a=case.pool.a * jnp.asarray(layer + 1, dtype),
+            b=case.pool.b - jnp.asarray(layer, dtype),
+            num_pages=jnp.minimum(case.pool.num_pages, 3 - layer),
+        )
+        for layer in range(3)
+    ]
+    own = {
+        name: jnp.concatenate([getattr(pool, name) for pool in alone])
+        for name in ("a", "b", "num_pages")
+    }
+    together = dataclasses.replace(case.pool, **own)
+
+    @jax.jit
+    def products(pool):
+        def apply(y, x, a, b, weights):
+            segments = segment_metadata(
+                slots, weights, num_slots=3, implementation=implementation
+            )
+            filled = dataclasses.replace(pool, a=a, b=b)
+            return lora(y, x, filled, segments, implementation=implementation)
+
+        inputs = jnp.asarray(case.y), jnp.asarray(case.x), pool.a, pool.b, weights
+        out, gradients = jax.vjp(apply, *inputs)
+        return out, *gradients(out)
+
+    for layer, pool in enumerate(alone):
+        here = dataclasses.replace(together, layer=jnp.full(1, layer, jnp.int32))
+        *same, da, db, dweights = products(pool)
+        *same_here, da_here, db_here, dweights_here = products(here)
+        pairs = [*zip(same, same_here, strict=True), (dweights, dweights_here)]
+        for gradient, found in ((da, da_here), (db, db_here)):
+            expected = np.zeros((3, *gradient.shape), gradient.dtype)
+            expected[layer] = gradient
+            assert gradient.any()
+            pairs.append((expected.reshape(found.shape), found))
+        for expected, found in pairs:
+            np.testing.assert_array_equal(found, expected)
+
+
 def test_shard_map_column_and_row_parallel():
     # Punica's scheme: column-parallel splits B, row-parallel splits A and adds before
     # the all-reduce; tests/conftest.py makes the CPU two devices.

@@ -1,19 +1,22 @@
 """Adapters on the device: pages and tables, and that loading compiles nothing."""
 
+import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from jax import monitoring
 
 from punica_jax.adapters import AdapterTable
+from punica_jax.device_pools import DevicePools
 from punica_jax.models._config import MODULE_GROUPS, MODULE_PATHS
 from punica_jax.models._lora import LoraPools, set_slot, slot_tables, write_page
 from punica_jax.models._peft import Adapter, read_adapter, save_adapter
 from punica_jax.pallas_kernels import LoraPool, lora, segment_metadata
-from tests.adapter_cases import CONFIG, WIDTHS, Factors, random_factors
+from tests.adapter_cases import CONFIG, WIDTHS, Factors, in_pools, random_factors
 
 NUM_SLOTS, NUM_PAGES, MAX_RANK = 3, 6, 40
 ALL = tuple(WIDTHS)
@@ -48,8 +51,8 @@ def load(pools, table, name, adapter: Adapter, *, allow_nan=False):
     flags = []
     for group, pages in placement.pages.items():
         for index, page in enumerate(pages):
-            a_page, b_page = adapter.page(group, index)
-            pools, finite = write(pools, group, np.int32(page), a_page, b_page)
+            arrays = adapter.page(group, index)
+            pools, finite = write(pools, group, np.int32(page), *arrays)
             flags.append(finite)
     if not (allow_nan or all(jax.device_get(flags))):
         table.cancel(placement)
@@ -69,6 +72,11 @@ def unload(pools, table, name):
 def make_adapter(path, factors: Factors, dtype=np.float32, **fields) -> Adapter:
     save_adapter(path, CONFIG, factors, **fields)
     return read_adapter(path, CONFIG, dtype=dtype)
+
+
+def by_layer(array: jax.Array) -> np.ndarray:
+    """Return a pools' array as `[layers, pages, ...]`."""
+    return np.asarray(array).reshape(CONFIG.num_layers, -1, *array.shape[1:])
 
 
 @jax.jit
@@ -120,16 +128,18 @@ def test_shapes_of_empty_pools():
     assert (pools.max_pages, pools.max_rank) == (3, 48)
     assert pools.dtype == jnp.bfloat16
     shapes = {
-        "qkv": ((6, 3, 16, 24), (6, 16, 64)),
-        "o": ((6, 1, 16, 32), (6, 16, 24)),
-        "gate_up": ((6, 2, 16, 24), (6, 16, 80)),
-        "down": ((6, 1, 16, 40), (6, 16, 24)),
+        "qkv": ((18, 3, 16, 24), (18, 16, 64)),
+        "o": ((18, 1, 16, 32), (18, 16, 24)),
+        "gate_up": ((18, 2, 16, 24), (18, 16, 80)),
+        "down": ((18, 1, 16, 40), (18, 16, 24)),
     }
     for group, (a_shape, b_shape) in shapes.items():
         pool = getattr(pools.layer(2), group)
         assert (pool.a.shape, pool.b.shape) == (a_shape, b_shape)
         assert pool.page_table.shape == (3, 3)
-        assert pool.num_pages.shape == (3, len(MODULE_GROUPS[group]))
+        assert pool.num_pages.shape == (9, len(MODULE_GROUPS[group]))
+        assert (pool.num_layers, pool.num_slots, pool.pages_per_layer) == (3, 3, 6)
+        assert (int(pool.layer_index[0]), int(pool.first_page)) == (2, 12)
         assert pool.d_outs == CONFIG.d_outs(group)
         assert pool.page_table.dtype == pool.num_pages.dtype == jnp.int32
 
@@ -143,13 +153,28 @@ def test_sizes_must_be_positive(name):
 
 def test_a_view_copies_nothing():
     pools = make_pools()
-    assert pools.layer(1).down.a is pools.down.a[1]
+    view = pools.layer(1).down
+    assert view.a is pools.down.a and view.b is pools.down.b
+    assert view.num_pages is pools.down.num_pages
+
+
+@pytest.mark.parametrize("index", [-1, 3])
+def test_no_view_of_a_layer_that_is_none(index):
+    with pytest.raises(AssertionError):
+        make_pools().layer(index)
+
+
+def test_one_layer_needs_no_number():
+    config = dataclasses.replace(CONFIG, num_layers=1)
+    pools = LoraPools.zeros(config, num_slots=2, num_pages=3, max_rank=16)
+    assert pools.layer(0).qkv.layer is None
 
 
 def test_pools_pass_through_jit_as_a_pytree():
     pools = jax.jit(lambda pools: pools)(make_pools())
     assert pools.down.d_outs == (24,)
-    assert len(jax.tree.leaves(pools)) == 4 * (3 * CONFIG.num_layers + 1)
+    # However many layers there are: each costs the host time at every launch.
+    assert len(jax.tree.leaves(pools)) == 4 * len(MODULE_GROUPS) == 16
 
 
 # --- loading --------------------------------------------------------------------------
@@ -200,27 +225,64 @@ def test_writing_a_page_makes_nothing_visible(tmp_path):
     pools = make_pools()
     adapter = make_adapter(tmp_path, random_factors(all_ranks(8)))
     for page in range(NUM_PAGES):
-        a_page, b_page = adapter.page("qkv", 0)
-        pools, _ = programs()[0](pools, "qkv", np.int32(page), a_page, b_page)
+        arrays = adapter.page("qkv", 0)
+        pools, _ = programs()[0](pools, "qkv", np.int32(page), *arrays)
     assert_holds(pools, 0, {})
 
 
 def test_a_page_is_written_where_it_belongs_and_nowhere_else(tmp_path):
     adapter = make_adapter(tmp_path, random_factors(all_ranks(24)), jnp.bfloat16)
-    a_page, b_page = adapter.page("gate_up", 1)
+    a_page, b_page = in_pools(adapter, "gate_up", 1)
     pools, finite = programs()[0](
-        make_pools(jnp.bfloat16), "gate_up", np.int32(4), a_page, b_page
+        make_pools(jnp.bfloat16), "gate_up", np.int32(4), *adapter.page("gate_up", 1)
     )
     assert finite.dtype == jnp.bool_ and finite
     for layer in range(CONFIG.num_layers):
         for leaf, page in ((pools.gate_up.a, a_page), (pools.gate_up.b, b_page)):
-            found = np.asarray(leaf[layer])
+            found = by_layer(leaf)[layer]
             np.testing.assert_array_equal(found[4], page[layer])
             assert page[layer].any() and not np.delete(found, 4, axis=0).any()
     for group in ("qkv", "o", "down"):
         assert not any(leaf.any() for leaf in jax.tree.leaves(pools.group(group)))
     assert not pools.gate_up.page_table.any()
-    assert not any(used.any() for used in pools.gate_up.num_pages)
+    assert not pools.gate_up.num_pages.any()
+
+
+DTYPES = [np.dtype(kind) for kind in ("float32", "float16", ml_dtypes.bfloat16)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("file_dtype", [*DTYPES, np.dtype(np.float64)], ids=str)
+@pytest.mark.parametrize("rank", [3, 16, 40])
+@pytest.mark.parametrize("alpha", [5.0, -0.7])
+def test_b_is_scaled_in_float32_and_rounded_once(
+    tmp_path, dtype, file_dtype, rank, alpha
+):
+    """To the last bit, and the sign of every zero, wherever it is multiplied."""
+    factors = {
+        key: (a.astype(file_dtype), b.astype(file_dtype))
+        for key, (a, b) in random_factors(all_ranks(rank, ALL[:3])).items()
+    }
+    q, k = (0, "self_attn.q_proj"), (0, "self_attn.k_proj")
+    factors[q][1][0, :2] = 0.0, -0.0
+    factors[k][1][:] *= 1e-7  # float16 below its normal numbers
+    fields = {"lora_alpha": alpha, "alpha_pattern": {"k_proj": 3.0}}
+    adapter = make_adapter(tmp_path, factors, dtype, **fields)
+    pools = make_pools(dtype)
+    found = []
+    for index in range(adapter.num_pages("qkv")):
+        arrays = adapter.page("qkv", index)
+        pools, _ = programs()[0](pools, "qkv", np.int32(index), *arrays)
+        found.append(by_layer(pools.qkv.b)[:, index])
+    found = np.concatenate(found, axis=1)
+    expected = np.zeros_like(found)
+    columns = dict(zip(ALL[:3], ((0, 32), (32, 48), (48, 64)), strict=True))
+    for (layer, module), (_, b) in factors.items():
+        scale = np.float32((3.0 if module == k[1] else alpha) / rank)
+        scaled = (b.astype(np.float32) * scale).astype(dtype)
+        expected[layer, :rank, slice(*columns[module])] = scaled.T
+    bits = f"u{dtype.itemsize}"
+    np.testing.assert_array_equal(found.view(bits), expected.view(bits))
 
 
 # --- no recompiling, no copying -------------------------------------------------------
@@ -252,9 +314,10 @@ def test_one_program_a_group_and_one_for_the_tables(compiles):
     compiles.clear()
     for group in MODULE_GROUPS:
         old = pools.group(group)
-        a_page = np.zeros((3, *old.a[0].shape[1:]), np.float32)
-        b_page = np.zeros((3, *old.b[0].shape[1:]), np.float32)
-        pools, _ = write(pools, group, np.int32(0), a_page, b_page)
+        a_page = np.zeros((3, *old.a.shape[1:]), np.float32)
+        b_page = np.zeros((3, *old.b.shape[:0:-1]), np.float32)
+        scale = np.ones((3, len(old.d_outs)), np.float32)
+        pools, _ = write(pools, group, np.int32(0), a_page, b_page, scale)
     point(pools, np.int32(0), slot_tables(pools))
     assert len(compiles) == len(MODULE_GROUPS) + 1
 
@@ -294,6 +357,53 @@ def test_donated_pools_are_updated_in_place(tmp_path):
     assert [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(new)] == addresses
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("group", MODULE_GROUPS)
+def test_a_write_has_no_room_for_a_copy_of_the_pools(group, dtype):
+    """XLA may copy a donated array and copy it back: its address would be the same."""
+    sizes = {"num_slots": 2000, "num_pages": 2000, "max_rank": 16}
+    pools = jax.eval_shape(lambda: LoraPools.zeros(CONFIG, dtype=dtype, **sizes))
+    own, layers = pools.group(group), CONFIG.num_layers
+    lanes, d_out = own.b.shape[1:]
+    page = [(layers, *own.a.shape[1:]), (layers, d_out, lanes)]
+    page = [jax.ShapeDtypeStruct(shape, dtype) for shape in page]
+    scale = jax.ShapeDtypeStruct((layers, len(own.d_outs)), jnp.float32)
+    write, point = programs()
+    if dtype == jnp.bfloat16 and jax.__version_info__ < (0, 11):
+        pytest.skip("JAX 0.10 scatters bfloat16 as float32 on a CPU")
+    lowered = [
+        write.lower(pools, group, np.int32(0), *page, scale),
+        point.lower(pools, np.int32(0), slot_tables(pools)),
+    ]
+    for program, array in zip(lowered, (own.b, own.num_pages), strict=True):
+        analysis = program.compile().memory_analysis()
+        assert analysis is not None
+        assert analysis.temp_size_in_bytes < array.size * array.dtype.itemsize / 2
+
+
+def test_placing_is_writing_and_showing_and_compiles_nothing(tmp_path, compiles):
+    adapter = make_adapter(tmp_path, random_factors(all_ranks(20)), lora_alpha=3)
+    pages = {group: (4, 1) for group in MODULE_GROUPS}
+    written, placed = DevicePools(make_pools()), DevicePools(make_pools())
+    compiles.clear()
+    assert written.write(adapter, pages)
+    written.show(2, adapter, pages)
+    assert placed.place(2, placed.stage(adapter), pages)()
+    placed.clear_slot(0)
+    assert compiles == []
+    both = jax.tree.leaves(written.pools), jax.tree.leaves(placed.pools)
+    for one, other in zip(*both, strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert_holds(
+        placed.pools,
+        2,
+        {
+            key: (a, b * np.float32(3 / 20))
+            for key, (a, b) in random_factors(all_ranks(20)).items()
+        },
+    )
+
+
 # --- weights that are not finite ------------------------------------------------------
 
 
@@ -313,6 +423,17 @@ def test_one_bad_value_refuses_the_adapter(tmp_path, bad, half):
     assert table.slot_of("x") == 0
     assert_holds(pools, 0, good)  # beside pages that still hold the bad value
     assert_holds(pools, 1, {})
+
+
+@pytest.mark.parametrize("module", [ALL[0], ALL[-1]])
+@pytest.mark.parametrize("row", [0, -1])
+def test_one_bad_page_of_many_is_told_of(tmp_path, module, row):
+    factors = random_factors(all_ranks(20))
+    factors[1, module][0][row, 0] = np.nan
+    adapter = make_adapter(tmp_path, factors)
+    device, pages = DevicePools(make_pools()), dict.fromkeys(MODULE_GROUPS, (4, 1))
+    assert not device.write(adapter, pages)
+    assert not device.place(1, device.stage(adapter), pages)()
 
 
 def test_bad_values_may_be_allowed(tmp_path):

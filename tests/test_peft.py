@@ -21,6 +21,7 @@ from punica_jax.models._peft import (
 from tests.adapter_cases import (
     CONFIG,
     GOLDEN_CONFIG,
+    in_pools,
     peft_names,
     q_and_v,
     random_factors,
@@ -74,7 +75,7 @@ def test_bfloat16_files_are_read():
     with safe_open(GOLDEN / "rslora" / "adapter_model.safetensors", "numpy") as file:
         assert {file.get_slice(n).get_dtype() for n in file.keys()} == {"BF16"}
     adapter = read_adapter(GOLDEN / "rslora", GOLDEN_CONFIG, dtype=jnp.bfloat16)
-    a_page, b_page = adapter.page("o", 0)
+    a_page, b_page, _ = adapter.page("o", 0)
     assert a_page.dtype == b_page.dtype == ml_dtypes.bfloat16
 
 
@@ -101,7 +102,7 @@ def test_pages_hold_a_and_scaled_b_and_zeros(tmp_path, dtype):
         expected_a[layer, {Q: 0, V: 2}[module], :rank] = a.astype(dtype)
         expected_b[layer, :rank, columns[module]] = scaled.astype(dtype).T
     for index in range(3):
-        a_page, b_page = adapter.page("qkv", index)
+        a_page, b_page = in_pools(adapter, "qkv", index)
         lanes = slice(16 * index, 16 * index + 16)
         assert a_page.dtype == b_page.dtype == dtype
         np.testing.assert_array_equal(a_page, expected_a[:, :, lanes])
@@ -112,7 +113,7 @@ def test_scale_is_folded_before_the_cast(tmp_path):
     """B below bfloat16's reach of the sum is where the order of rounding shows."""
     factors = q_and_v(rank=1)
     save_adapter(tmp_path, CONFIG, factors, lora_alpha=1 / 3)
-    _, b_page = read(tmp_path, dtype=jnp.bfloat16).page("qkv", 0)
+    _, b_page = in_pools(read(tmp_path, dtype=jnp.bfloat16), "qkv", 0)
     b = factors[0, Q][1]
     right = (b * np.float32(1 / 3)).astype(ml_dtypes.bfloat16)
     late = b.astype(ml_dtypes.bfloat16) * ml_dtypes.bfloat16(1 / 3)
@@ -135,11 +136,12 @@ def test_float16_files_and_all_seven_modules(tmp_path):
         "gate_up": (24, 80),
         "down": (40, 24),
     }.items():
-        a_page, b_page = adapter.page(group, 0)
+        a_page, b_page = in_pools(adapter, group, 0)
         assert (a_page.shape[-1], b_page.shape[-1]) == widths
         assert adapter.counts(group).all()
     np.testing.assert_array_equal(
-        adapter.page("gate_up", 0)[1][1, :8, 40:], factors[1, UP][1].T * np.float32(2)
+        in_pools(adapter, "gate_up", 0)[1][1, :8, 40:],
+        factors[1, UP][1].T * np.float32(2),
     )
     assert adapter.nbytes == page_bytes(adapter)
 
@@ -176,7 +178,7 @@ def test_a_fused_layer_is_all_modules_of_its_group(tmp_path):
     np.testing.assert_array_equal(adapter.counts("gate_up"), [[0, 0], [0, 0], [2, 2]])
     for (layer, name), group in zip(factors, ("qkv", "gate_up"), strict=True):
         a, b = factors[layer, name]
-        pages = [adapter.page(group, index) for index in range(2)]
+        pages = [in_pools(adapter, group, index) for index in range(2)]
         got_a = np.concatenate([page for page, _ in pages], axis=2)[layer, :, :18]
         got_b = np.concatenate([page for _, page in pages], axis=1)[layer, :18]
         np.testing.assert_array_equal(got_a, np.broadcast_to(a, got_a.shape))
@@ -345,7 +347,7 @@ def test_every_way_to_name_a_module(tmp_path):
 def test_transposed_views_are_saved_as_they_read(tmp_path):
     a, b = random_factors({(0, Q): 4})[0, Q]
     save_adapter(tmp_path, CONFIG, {(0, Q): (a.T.copy().T, jnp.asarray(b.T).T)})
-    a_page, b_page = read(tmp_path).page("qkv", 0)
+    a_page, b_page = in_pools(read(tmp_path), "qkv", 0)
     np.testing.assert_array_equal(a_page[0, 0, :4], a)
     np.testing.assert_array_equal(b_page[0, :4, :32], b.T)
 

@@ -1,5 +1,7 @@
 """PEFT directories that are refused, and what the user is told."""
 
+import os
+
 import numpy as np
 import pytest
 
@@ -291,6 +293,35 @@ def test_configuration_that_is_no_object(tmp_path):
     (tmp_path / "adapter_config.json").write_text("[]")
     text = "adapter_config.json must be a JSON object, got list"
     assert refusal(tmp_path) == text
+
+
+def test_weights_that_shrink_while_they_are_read(tmp_path, monkeypatch):
+    path = write_peft(tmp_path) / "adapter_model.safetensors"
+    read, size = os.preadv, path.stat().st_size
+
+    def shrinking(fd, buffers, start):
+        os.truncate(path, size - 1)
+        return read(fd, buffers, start)
+
+    monkeypatch.setattr(os, "preadv", shrinking)
+    assert refusal(tmp_path) == (
+        f"{path}: not a complete safetensors file ({size - 1} bytes): it has become "
+        "shorter. Copy or download it again"
+    )
+
+
+def test_weights_that_come_in_pieces(tmp_path, monkeypatch):
+    """A call of the system may return less than it was asked for."""
+    write_peft(tmp_path)
+    whole = read_adapter(tmp_path, CONFIG, dtype=np.float32)
+    read = os.preadv
+
+    def a_little(fd, buffers, start):
+        return read(fd, [buffers[0][:97]], start)
+
+    monkeypatch.setattr(os, "preadv", a_little)
+    pieces = read_adapter(tmp_path, CONFIG, dtype=np.float32)
+    assert pieces.digest() == whole.digest()
 
 
 @pytest.mark.parametrize("kept", [0, 4, 100, -1])

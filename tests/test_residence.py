@@ -27,10 +27,19 @@ PAGES = {"qkv": 6, "o": 4}
 MAX_RANK = 64
 
 
+class FakeReport:
+    """Says whether it is complete."""
+
+    def __init__(self) -> None:
+        self.is_complete = False
+
+    def complete(self) -> "FakeReport":
+        self.is_complete = True
+        return self
+
+
 class FakeHost:
     """Weights that are nothing but a content, and how much room they take."""
-
-    report: Any = "report"
 
     def __init__(
         self,
@@ -46,6 +55,7 @@ class FakeHost:
         self.rank = rank
         self.nbytes = nbytes
         self.is_finite = is_finite
+        self.report = FakeReport()
 
     def num_pages(self, group: str) -> int:
         return self.pages[group]
@@ -176,8 +186,10 @@ def test_an_adapter_comes_from_disk_over_host_to_the_device(place: Setting):
     assert version.ready and version.tier == "device" and version.loaded.done()
     assert place.device.slots[version.slot].content == "x"
     assert version.weights == ("version", "x (version 1) (read 1)")
-    place.executor.finish()  # its digest
+    assert not version.report.is_complete
+    place.executor.finish()  # its digest, and the report
     residence.poll()
+    assert version.report.is_complete
     assert version.weights == ("digest", "digest of x")
     assert residence.take_renames() == [
         (("version", "x (version 1) (read 1)"), ("digest", "digest of x"))
@@ -188,6 +200,46 @@ def test_an_adapter_comes_from_disk_over_host_to_the_device(place: Setting):
     stats = version.stats
     assert (stats.num_reads, stats.num_loads, stats.num_evictions) == (1, 1, 0)
     assert stats.load_s.count == 1
+
+
+def test_what_is_not_complete_holds_no_weights_beside_the_host(place: Setting):
+    """A report that nobody measured has the weights: it goes with them."""
+    residence = place.residence
+    for name in "ab":
+        place.add(name, FakeHost(name, nbytes=20))
+        residence.claim(name)
+        place.executor.finish()
+        residence.poll()
+    a, b = residence["a"], residence["b"]
+    assert (a.tier, b.tier) == ("disk", "host")
+    assert a.report is None and b.report is not None
+    residence.claim("b")
+    place.executor.finish()  # the copy
+    residence.claim("a")
+    place.executor.finish()  # the digest
+    place.settle()
+    assert (a.tier, b.tier) == ("host", "device") and b.host is None
+    assert b.report.is_complete
+
+
+def test_no_file_is_read_while_too_many_digests_are_missing():
+    """Each of them keeps weights that the host's budget does not know of."""
+    place = Setting(num_slots=12)
+    residence = place.residence
+    for n in range(9):
+        place.add(f"a{n}", FakeHost(f"a{n}", (0, 0)))
+        for _ in range(2):  # its file, its copy; its digest is not computed
+            if residence.claim(f"a{n}") is None and n == 8:
+                assert len(place.executor.waiting) == 8
+                break
+            place.executor.finish(-1)
+            residence.poll()
+    place.executor.finish()
+    residence.poll()
+    residence.claim("a8")
+    assert len(place.executor.waiting) == 8  # seven digests and a file
+    place.settle()
+    assert residence["a8"].tier == "host"
 
 
 def test_the_one_unused_for_longest_leaves(place: Setting):

@@ -23,6 +23,7 @@ from demos.tiny_recipe import ADAPTERS, FULL, SMOKE
 from demos.tiny_tasks import TASKS
 from demos.tiny_training import Schedule, exact_match, train
 from punica_jax.models import MODULE_GROUPS, read_adapter
+from tests.adapter_cases import in_pools
 
 
 @pytest.fixture
@@ -176,9 +177,9 @@ class TestAdapterSet:
         pools = self.adapters.pools(
             self.adapters.init(np.random.default_rng(0)), jnp.float32
         )
-        for group in MODULE_GROUPS:
-            assert not any(b.any() for b in pools.group(group).b)
-            assert all(a.any() for a in pools.group(group).a)
+        for layer in pools.layers:
+            assert not any(pool.b.any() for pool in layer)
+            assert all(pool.a.any() for pool in layer)
 
     @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
     def test_files_hold_what_trained(self, tmp_path, dtype):
@@ -188,27 +189,26 @@ class TestAdapterSet:
         for slot, name in enumerate(ADAPTERS):
             adapter = read_adapter(tmp_path / name, self.config, dtype=dtype)
             for group in MODULE_GROUPS:
-                trained = pools.group(group)
+                trained = [getattr(layer, group) for layer in pools.layers]
                 np.testing.assert_array_equal(
-                    np.stack(trained.num_pages)[:, slot], adapter.counts(group)
+                    np.stack([pool.num_pages[slot] for pool in trained]),
+                    adapter.counts(group),
                 )
                 for index in range(adapter.num_pages(group)):
-                    page = int(trained.page_table[slot, index])
-                    a, b = adapter.page(group, index)
+                    page = int(trained[0].page_table[slot, index])
+                    a, b = in_pools(adapter, group, index, self.config)
                     np.testing.assert_array_equal(
-                        np.stack([layer[page] for layer in trained.a]), a
+                        np.stack([pool.a[page] for pool in trained]), a
                     )
                     np.testing.assert_array_equal(
-                        np.stack([layer[page] for layer in trained.b]), b
+                        np.stack([pool.b[page] for pool in trained]), b
                     )
 
     def test_gradients_respect_ranks_and_targets(self):
         def total(weights):
             pools = self.adapters.pools(weights, jnp.float32)
             return sum(
-                leaf.sum()
-                for group in MODULE_GROUPS
-                for leaf in (*pools.group(group).a, *pools.group(group).b)
+                pool.a.sum() + pool.b.sum() for layer in pools.layers for pool in layer
             )
 
         gradient = jax.grad(total)(self.random_weights())

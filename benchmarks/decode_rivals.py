@@ -18,6 +18,7 @@ from jax import Array
 from benchmarks.sgmv_rivals import launch_loop, launch_ragged_dot
 from punica_jax.bench import gather_lora
 from punica_jax.models import MODULE_GROUPS, DecoderLayer, Llama, LoraPools
+from punica_jax.models._layers import Unprojected
 from punica_jax.pallas_kernels import RANK_PAGE, LoraPool, reference
 
 
@@ -44,6 +45,19 @@ class Stack:
         return self.launch(y, x, self.a, self.b, self.rows, self.d_outs)
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Given(Unprojected):
+    """Its `x` is what the modules gave already."""
+
+    @property
+    def is_plain(self) -> bool:
+        return False
+
+    def heads(self, implementation: str | None = None) -> tuple[Array, Array, Array]:
+        return self.cut(self.x)
+
+
 class AnyLayer(nnx.Module):
     """A decoder layer that takes `Stack`s where it would take pools.
 
@@ -60,16 +74,24 @@ class AnyLayer(nnx.Module):
         if not isinstance(pools, LayerStacks):
             return layer(x, index, rotary, attend, pools, segments, **options)
 
-        def linear(group: str, rows: Array) -> Array:
-            return getattr(pools, group).add(getattr(layer, group)(rows), rows)
+        # All XLA's, as its users write it, but for attention.
+        xla = {"implementation": "xla"}
 
-        rows = x.shape[0]
-        qkv = layer.qkv.split(linear("qkv", layer.input_norm(x)))
-        q, k, v = (part.reshape(rows, -1, layer.head_dim) for part in qkv)
-        q, k = reference.rotate(q, rotary), reference.rotate(k, rotary)
-        attended = attend(index, q, k, v)
-        x = x + linear("o", attended.reshape(rows, -1))
-        gated = reference.gated(linear("gate_up", layer.mlp_norm(x)))
+        def linear(group: str, rows: Array) -> Array:
+            return getattr(pools, group).add(getattr(layer, group)(rows, **xla), rows)
+
+        given = Given(
+            x=linear("qkv", layer.input_norm(x, **xla)),
+            linear=layer.qkv,
+            lora=None,
+            rotary=rotary,
+            norms=None,
+            num_kv_heads=layer.num_kv_heads,
+            head_dim=layer.head_dim,
+        )
+        attended = attend(index, given)
+        x = x + linear("o", attended.reshape(x.shape[0], -1))
+        gated = reference.gated(linear("gate_up", layer.mlp_norm(x, **xla)))
         return x + linear("down", gated)
 
 
@@ -156,16 +178,16 @@ class Stacks:
 
 
 def _rank(pool: LoraPool) -> int:
-    return RANK_PAGE * int(np.asarray(pool.num_pages).max())
+    return RANK_PAGE * int(np.asarray(pool.layer_num_pages).max())
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def _dense(
     pool: LoraPool, transposed: bool, num_adapters: int, rank: int
 ) -> tuple[Array, Array]:
-    table = pool.page_table[:num_adapters, : rank // RANK_PAGE]
+    table = pool.page_table[:num_adapters, : rank // RANK_PAGE] + pool.first_page
     page = jnp.arange(table.shape[1])[None, :]
-    used = page < pool.num_pages[:num_adapters].max(axis=1)[:, None]
+    used = page < pool.layer_num_pages[:num_adapters].max(axis=1)[:, None]
     # [slots, pages, ...] -> [slots, C, rank, d_in] and [slots, rank, d_out]
     a = jnp.where(used[:, :, None, None, None], pool.a[table], 0).astype(pool.dtype)
     b = jnp.where(used[:, :, None, None], pool.b[table], 0).astype(pool.dtype)

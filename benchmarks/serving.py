@@ -89,7 +89,8 @@ def make_bench(args: argparse.Namespace) -> tuple[BenchModel, Sizes]:
 
 def warm_up(bench: BenchModel, sizes: Sizes) -> None:
     """Compile the steps; nobody draws here, so what draws tokens is left out."""
-    for bucket in Buckets(sizes.max_seats, sizes.max_rows):
+    buckets = list(Buckets(sizes.max_seats, sizes.max_rows))
+    for bucket, _ in bench.runner.compile(buckets, sizes.pages_per_seq):
         bench.runner.step(Batch.of([], bucket, sizes.pages_per_seq))
 
 

@@ -18,7 +18,7 @@ import jax
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """One kernel (off GPUs: one operation) on one stream (thread)."""
+    """One kernel on a line of its own; off GPUs, one operation on a thread's."""
 
     name: str
     line: str
@@ -64,8 +64,11 @@ def _gpu_events(profile: Any) -> Iterable[Event]:
     for plane in profile.planes:
         for line in plane.lines:
             if "GPU" in plane.name and line.name.startswith("Stream"):
-                for event in line.events:
-                    yield _event(event, event.name, f"{plane.name} {line.name}")
+                for number, event in enumerate(line.events):
+                    # In a graph a stream's kernels run beside each other, none of
+                    # them inside another: each is a line of its own.
+                    where = f"{plane.name} {line.name} {number}"
+                    yield _event(event, event.name, where)
 
 
 def _host_events(profile: Any) -> Iterable[Event]:

@@ -39,8 +39,12 @@ from punica_jax.bench_model import BenchModel
 OTHER = "activations, residuals, other"
 # By a kernel's own name, where it has one: ours, and the libraries' products.
 _BY_NAME = (
+    ("base products, with shrink", r"lora_project"),
+    ("norms", r"rms_norm"),
     ("shrink", r"lora_shrink"),
-    ("expand", r"lora_(expand|gated|rotary)"),
+    ("expand", r"lora_expand"),
+    ("rotary and cache writes, with expand", r"lora_rotary"),
+    ("SiLU and product, with expand", r"lora_gated"),
     ("attention", r"paged_attention"),
     ("segments", r"segment_metadata"),
     ("base products", r"nvjet|gemm|cublas|cutlass|splitK|matmul"),

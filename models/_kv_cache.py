@@ -5,6 +5,7 @@ the model around it.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -14,7 +15,8 @@ from jax import Array
 from jaxtyping import Float, Int32
 
 from punica_jax.models._config import LlamaConfig
-from punica_jax.pallas_kernels import paged_attention
+from punica_jax.models._layers import Unprojected
+from punica_jax.pallas_kernels import lora_rotary, paged_attention
 from punica_jax.pallas_kernels.reference import store_rows
 
 
@@ -158,24 +160,59 @@ class CachedAttention:
         return KvCache(k=tuple(self._k), v=tuple(self._v))
 
     def __call__(
-        self,
-        layer_index: int,
-        q: Float[Array, "rows heads head_dim"],
-        k: Float[Array, "rows kv_heads head_dim"],
-        v: Float[Array, "rows kv_heads head_dim"],
+        self, layer_index: int, unprojected: Unprojected
     ) -> Float[Array, "rows heads head_dim"]:
         """Store the rows' keys and values, then attend to all of their sequences'."""
-        for pages, rows in ((self._k, k), (self._v, v)):
-            pages[layer_index] = store_rows(
-                pages[layer_index], rows, self._page, self._offset
-            )
-        return paged_attention(
-            q,
-            self._k[layer_index],
-            self._v[layer_index],
-            self._table.page_table,
-            self._table.bounds,
-            self._table.kv_lens,
+        pages = self._k[layer_index], self._v[layer_index]
+        out, (self._k[layer_index], self._v[layer_index]) = _store_and_attend(
+            unprojected,
+            pages,
+            self._table,
+            (self._page, self._offset),
             max_query_len=self._max_query_len,
             implementation=self._implementation,
         )
+        return out
+
+
+# One function for all layers: see `_llama._feed_forward`.
+@functools.partial(jax.jit, static_argnames=("max_query_len", "implementation"))
+def _store_and_attend(
+    unprojected: Unprojected,
+    pages: tuple[Array, Array],
+    table: SeqTable,
+    place: tuple[Array, Array],
+    *,
+    max_query_len: int,
+    implementation: str | None,
+) -> tuple[Array, tuple[Array, Array]]:
+    """Return what the rows of one layer attend to, and the layer's pages."""
+    k_pages, v_pages = pages
+    if unprojected.is_plain:
+        page, offset = place
+        q, k_pages, v_pages = lora_rotary(
+            unprojected.x,
+            rotary=unprojected.rotary,
+            k_pages=k_pages,
+            v_pages=v_pages,
+            page=page,
+            offset=offset,
+            lora=unprojected.lora,
+            implementation=implementation,
+            **unprojected.linear.arrays,
+        )
+    else:
+        q, k, v = unprojected.heads(implementation)
+        k_pages = store_rows(k_pages, k, *place)
+        v_pages = store_rows(v_pages, v, *place)
+    out = paged_attention(
+        q,
+        k_pages,
+        v_pages,
+        table.page_table,
+        table.bounds,
+        table.kv_lens,
+        max_query_len=max_query_len,
+        implementation=implementation,
+    )
+    return out, (k_pages, v_pages)

@@ -4,6 +4,7 @@ Knows flat rows and widths; nothing of caches, sequences, files or whole models.
 adapter's weights are never a layer's state: they come in with the call.
 """
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Sequence
@@ -16,37 +17,19 @@ from jax import Array, lax
 from jaxtyping import Float, Int32
 
 import punica_jax.pallas_kernels as kernels
-from punica_jax.pallas_kernels import LoraPool, Segments
+from punica_jax.pallas_kernels import LoraPool, Segments, reference
 
 # Standard deviation of random weights: transformers' default for Llama.
 INIT_STDDEV = 0.02
 
-# `attend(layer_index, q, k, v)`: q `[rows, heads, head_dim]`, k and v
-# `[rows, kv_heads, head_dim]`, q and k already rotated -> `[rows, heads, head_dim]`.
-Attend = Callable[[int, Array, Array, Array], Array]
+# `attend(layer_index, unprojected)` -> `[rows, heads, head_dim]`.
+Attend = Callable[[int, "Unprojected"], Array]
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def normal_weight(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
     """Draw a random weight in one compiled program per shape, drawn in float32."""
     return (INIT_STDDEV * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
-
-
-def matmul_rows(
-    x: Float[Array, "rows d_in"], weight: Float[Array, "d_out d_in"]
-) -> Float[Array, "rows d_out"]:
-    """Compute `x W^T`, accumulated and returned in float32.
-
-    Float32 operands are multiplied as float32 on every device (no TF32).
-    """
-    exact = jnp.promote_types(x.dtype, weight.dtype) == jnp.float32
-    return lax.dot_general(
-        x,
-        weight,
-        (((1,), (1,)), ((), ())),
-        precision=lax.Precision.HIGHEST if exact else None,
-        preferred_element_type=jnp.float32,
-    )
 
 
 class RMSNorm(nnx.Module):
@@ -60,11 +43,13 @@ class RMSNorm(nnx.Module):
         self.weight = nnx.Param(jnp.ones((width,), dtype))
         self.eps = eps
 
-    def __call__(self, x: Float[Array, "*rows width"]) -> Float[Array, "*rows width"]:
-        wide = x.astype(jnp.float32)
-        variance = jnp.square(wide).mean(axis=-1, keepdims=True)
-        normed = (wide * lax.rsqrt(variance + self.eps)).astype(x.dtype)
-        return jnp.expand_dims(self.weight[...], range(x.ndim - 1)) * normed
+    def __call__(
+        self, x: Float[Array, "*rows width"], *, implementation: str | None = None
+    ) -> Float[Array, "*rows width"]:
+        """Normalise rows; see `punica_jax.pallas_kernels.rms_norm`."""
+        return kernels.rms_norm(
+            x, self.weight[...], eps=self.eps, implementation=implementation
+        )
 
 
 def rotary_tables(
@@ -130,6 +115,7 @@ class LoraLinear(nnx.Module):
         x: Float[Array, "rows d_in"],
         lora: tuple[LoraPool, Segments] | None = None,
         *,
+        residual: Float[Array, "rows d_out"] | None = None,
         implementation: str | None = None,
     ) -> Float[Array, "rows d_out"]:
         """Apply the layer.
@@ -137,25 +123,75 @@ class LoraLinear(nnx.Module):
         Args:
           x: the rows.
           lora: this layer's pool and the batch's segments, or None for no adapter.
+          residual: added to the output.
           implementation: see `punica_jax.pallas_kernels.resolve`.
 
         Returns:
           The modules' outputs side by side; rounded once before the LoRA is added.
         """
-        weight = self.weight[...]
-        y = matmul_rows(x, weight)
-        if self.bias is not None:
-            y = y + self.bias[...].astype(jnp.float32)[None, :]
-        y = y.astype(weight.dtype)
-        if lora is None:
-            return y
-        pool, segments = lora
-        return kernels.lora(y, x, pool, segments, implementation=implementation)
+        return kernels.lora_linear(
+            x,
+            lora=lora,
+            residual=residual,
+            implementation=implementation,
+            **self.arrays,
+        )
+
+    @property
+    def arrays(self) -> dict[str, Any]:
+        """The weight and the bias, as the operations of `pallas_kernels` name them."""
+        bias = None if self.bias is None else self.bias[...]
+        return {"weight": self.weight[...], "bias": bias}
 
     def split(self, y: Float[Array, "rows d_out"]) -> list[Array]:
         """Cut an output into the modules' own."""
         edges = list(itertools.accumulate(self.d_outs))[:-1]
         return jnp.split(y, edges, axis=-1)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Unprojected:
+    """What a layer gives to attention: q, k and v, and all that is left to do for them.
+
+    That is left to whoever attends, since one kernel can do all that follows the base
+    product where keys and values go to a cache.
+
+    Attributes:
+      x: input of the three modules, `[rows, d_in]`.
+      linear: the layer of all three, q's heads first, then k's, then v's.
+      lora: its pool and the batch's segments, or None.
+      rotary: cosine and sine of each row's angles, `[rows, rotary_dim]`.
+      norms: of each head of q and of k, or None.
+      num_kv_heads, head_dim: how the layer's output is cut (static).
+    """
+
+    x: Array
+    linear: LoraLinear
+    lora: tuple[LoraPool, Segments] | None
+    rotary: tuple[Array, Array]
+    norms: tuple[RMSNorm, RMSNorm] | None
+    num_kv_heads: int = dataclasses.field(metadata={"static": True})
+    head_dim: int = dataclasses.field(metadata={"static": True})
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether heads are rotated whole, and nothing comes before it."""
+        return self.norms is None and self.rotary[0].shape[-1] == self.head_dim
+
+    def heads(self, implementation: str | None = None) -> tuple[Array, Array, Array]:
+        """Return q, k and v of each row, the first two rotated."""
+        return self.cut(self.linear(self.x, self.lora, implementation=implementation))
+
+    def cut(self, y: Array) -> tuple[Array, Array, Array]:
+        """Return `heads` of the layer's output."""
+        y = y.reshape(y.shape[0], -1, self.head_dim)
+        num_heads = y.shape[1] - 2 * self.num_kv_heads
+        q, k, v = jnp.split(y, [num_heads, num_heads + self.num_kv_heads], axis=1)
+        if self.norms is not None:
+            q, k = self.norms[0](q), self.norms[1](k)
+        q, k = (reference.rotate(heads, self.rotary) for heads in (q, k))
+        return q, k, v
 
 
 def dense_causal_attention(seq_len: int) -> Attend:
@@ -166,8 +202,9 @@ def dense_causal_attention(seq_len: int) -> Attend:
         sequence after the other, none padded.
     """
 
-    def attend(layer_index: int, q: Array, k: Array, v: Array) -> Array:
+    def attend(layer_index: int, unprojected: Unprojected) -> Array:
         del layer_index
+        q, k, v = unprojected.heads()
         rows, heads, head_dim = q.shape
         if rows % seq_len:
             raise ValueError(

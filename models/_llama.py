@@ -4,25 +4,28 @@ Knows tokens, positions and layers. Knows nothing of caches, sequences or files:
 row sees the others is the `attend` function's business.
 """
 
+import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 from jaxtyping import Float, Int32
 
+import punica_jax.pallas_kernels as kernels
 from punica_jax.models._config import LlamaConfig
 from punica_jax.models._layers import (
     Attend,
     LoraLinear,
     RMSNorm,
-    matmul_rows,
+    Unprojected,
     normal_weight,
     rotary_tables,
 )
 from punica_jax.models._lora import LayerPools, LoraPools
 from punica_jax.models._rope import inverse_frequencies
-from punica_jax.pallas_kernels import Segments, reference
+from punica_jax.pallas_kernels import LoraPool, Segments, reference
 
 
 class DecoderLayer(nnx.Module):
@@ -49,6 +52,7 @@ class DecoderLayer(nnx.Module):
         self.mlp_norm = norm(config.hidden_size)
         self.gate_up = linear("gate_up", config.mlp_bias)
         self.down = linear("down", config.mlp_bias)
+        self.num_kv_heads = config.num_kv_heads
         self.head_dim = config.head_dim
 
     def __call__(
@@ -63,23 +67,50 @@ class DecoderLayer(nnx.Module):
         implementation: str | None = None,
     ) -> Float[Array, "rows hidden"]:
         """Apply layer number `index`; see `Llama.__call__` for the arguments."""
-
-        def linear(group: str, rows: Array) -> Array:
-            lora = None
-            if pools is not None and segments is not None:
-                lora = (getattr(pools, group), segments)
-            return getattr(self, group)(rows, lora, implementation=implementation)
-
-        rows = x.shape[0]
-        qkv = self.qkv.split(linear("qkv", self.input_norm(x)))
-        q, k, v = (part.reshape(rows, -1, self.head_dim) for part in qkv)
+        lora = None
+        if pools is not None and segments is not None:
+            lora = pools, segments
+        norms = None
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = reference.rotate(q, rotary), reference.rotate(k, rotary)
-        attended = attend(index, q, k, v)
-        x = x + linear("o", attended.reshape(rows, -1))
-        gated = reference.gated(linear("gate_up", self.mlp_norm(x)))
-        return x + linear("down", gated)
+            norms = self.q_norm, self.k_norm
+        unprojected = Unprojected(
+            x=self.input_norm(x, implementation=implementation),
+            linear=self.qkv,
+            lora=None if lora is None else (lora[0].qkv, lora[1]),
+            rotary=rotary,
+            norms=norms,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+        )
+        attended = attend(index, unprojected)
+        return _feed_forward(self, x, attended, lora, implementation=implementation)
+
+
+# A function of its own is traced and lowered once for all layers, which differ in
+# their arrays alone: 32 layers take a tenth of the time until XLA begins.
+@functools.partial(jax.jit, static_argnames="implementation")
+def _feed_forward(
+    layer: DecoderLayer,
+    x: Array,
+    attended: Array,
+    lora: tuple[LayerPools, Segments] | None,
+    *,
+    implementation: str | None,
+) -> Array:
+    """Apply all of a layer that follows attention."""
+
+    def own(group: str) -> tuple[LoraPool, Segments] | None:
+        return None if lora is None else (getattr(lora[0], group), lora[1])
+
+    attended = attended.reshape(x.shape[0], -1)
+    x = layer.o(attended, own("o"), residual=x, implementation=implementation)
+    gated = kernels.lora_gated(
+        layer.mlp_norm(x, implementation=implementation),
+        lora=own("gate_up"),
+        implementation=implementation,
+        **layer.gate_up.arrays,
+    )
+    return layer.down(gated, own("down"), residual=x, implementation=implementation)
 
 
 class Llama(nnx.Module):
@@ -140,10 +171,9 @@ class Llama(nnx.Module):
           tokens: each row's token, below the vocabulary's size. Whoever takes tokens
             from a user checks them: others are clamped here.
           positions: each row's place in its sequence, from 0.
-          attend: called once a layer as `attend(layer_index, q, k, v)` with q
-            `[rows, heads, head_dim]` and k, v `[rows, kv_heads, head_dim]`, q and k
-            rotated; returns `[rows, heads, head_dim]`. `CachedAttention` for serving,
-            `dense_causal_attention` for training.
+          attend: called once a layer as `attend(layer_index, unprojected)`, see
+            `Unprojected`; returns `[rows, heads, head_dim]`. `CachedAttention` for
+            serving, `dense_causal_attention` for training.
           lora: the adapters' pools, or None.
           segments: which rows use which adapter, made once a step; None exactly when
             `lora` is.
@@ -177,9 +207,9 @@ class Llama(nnx.Module):
                 segments,
                 implementation=implementation,
             )
-        return self.norm(x)
+        return self.norm(x, implementation=implementation)
 
     def logits(self, hidden: Float[Array, "n hidden"]) -> Float[Array, "n vocab"]:
         """Return the float32 scores of every next token for some hidden rows."""
         table = self.embed if self.lm_head is None else self.lm_head
-        return matmul_rows(hidden, table[...])
+        return reference.matmul_rows(hidden, table[...])

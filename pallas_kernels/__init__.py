@@ -1,14 +1,17 @@
-"""Operations on arrays: segmented LoRA products and paged attention.
+"""Operations on arrays: segmented LoRA products, paged attention, filters' limits.
 
 Knows nothing of models, files or requests.
 """
 
+from punica_jax.pallas_kernels._digit_buckets import order_keys
 from punica_jax.pallas_kernels._dispatch import Implementation, resolve
-from punica_jax.pallas_kernels._epilogues import lora_gated, lora_rotary
+from punica_jax.pallas_kernels._epilogues import lora_gated, lora_linear, lora_rotary
+from punica_jax.pallas_kernels._norm import rms_norm
 from punica_jax.pallas_kernels._ops import expand, lora, segment_metadata, shrink
 from punica_jax.pallas_kernels._paged_attention import paged_attention
 from punica_jax.pallas_kernels._pool import RANK_PAGE, LoraPool, pack_adapters
 from punica_jax.pallas_kernels._segments import Segments
+from punica_jax.pallas_kernels._thresholds import kth_largest, nucleus
 
 __all__ = [
     "RANK_PAGE",
@@ -16,12 +19,17 @@ __all__ = [
     "LoraPool",
     "Segments",
     "expand",
+    "kth_largest",
     "lora",
     "lora_gated",
+    "lora_linear",
     "lora_rotary",
+    "nucleus",
+    "order_keys",
     "pack_adapters",
     "paged_attention",
     "resolve",
+    "rms_norm",
     "segment_metadata",
     "shrink",
 ]

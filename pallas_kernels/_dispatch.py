@@ -36,17 +36,34 @@ def resolve(implementation: Implementation | str | None) -> Implementation:
     return cast(Implementation, implementation)
 
 
+def shared_bytes() -> int:
+    """Return the shared memory that a kernel's program may take.
+
+    That of the default device; where it is no GPU, of the one that kernels are tuned
+    for.
+    """
+    capability = _compute_capability()
+    if capability is None or 9.0 <= capability < 12.0:
+        return 227 * 1024  # H100, H200, B200
+    return (163 if capability == 8.0 else 99) * 1024  # an A100; all others
+
+
 def _default_implementation() -> Implementation:
+    capability = _compute_capability()
+    new_enough = capability is not None and capability >= _MIN_COMPUTE_CAPABILITY
+    return "pallas_triton" if new_enough else "xla"
+
+
+def _compute_capability() -> float | None:
+    """Return the default device's, None if it is no NVIDIA GPU."""
     # Read by name: JAX 0.10's types do not know the attribute.
     device = getattr(jax.config, "jax_default_device") or jax.devices()[0]  # noqa: B009
     if isinstance(device, str):
         device = jax.devices(device)[0]
     if device.platform != "gpu":
-        return "xla"
+        return None
     # ROCm devices report names such as "gfx942" here.
-    capability = str(getattr(device, "compute_capability", ""))
     try:
-        new_enough = float(capability) >= _MIN_COMPUTE_CAPABILITY
+        return float(getattr(device, "compute_capability", ""))
     except ValueError:
-        return "xla"
-    return "pallas_triton" if new_enough else "xla"
+        return None

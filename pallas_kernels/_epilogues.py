@@ -1,111 +1,118 @@
-"""`lora` together with what follows it in a decoder layer.
+"""A linear layer with its adapters' product, and what follows it in a decoder layer.
 
-Checks, choice of implementation, gradients; the kernels are `_fused.py`'s. Knows arrays
-of one layer; nothing of models or sequences.
+Checks, choice of implementation, gradients; the kernels are `_project.py`'s,
+`_sgmv.py`'s and `_fused.py`'s. Knows arrays of one layer; nothing of models or
+sequences.
 """
 
 import functools
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int32
 
-from punica_jax.pallas_kernels import _fused, _ops, reference
+from punica_jax.pallas_kernels import _fused, _ops, _project, _sgmv, reference
 from punica_jax.pallas_kernels._dispatch import resolve
 from punica_jax.pallas_kernels._pool import LoraPool
 from punica_jax.pallas_kernels._segments import Segments
+from punica_jax.pallas_kernels._sgmv_config import MAX_PROJECT_ROWS
+
+# An adapters' pool and which rows use it.
+Lora = tuple[LoraPool, Segments]
 
 
-def lora_gated(
-    y: Float[Array, "rows two_width"],
-    x: Float[Array, "rows d_in"] | None = None,
-    pool: LoraPool | None = None,
-    segments: Segments | None = None,
+def lora_linear(
+    x: Float[Array, "rows d_in"],
+    weight: Float[Array, "d_out d_in"],
+    lora: Lora | None = None,
     *,
+    bias: Float[Array, "d_out"] | None = None,
+    residual: Float[Array, "rows d_out"] | None = None,
     implementation: str | None = None,
-) -> Float[Array, "rows width"]:
-    """Add every row's own adapter product to gate and up, and multiply them.
+) -> Float[Array, "rows d_out"]:
+    """Apply a linear layer with every row's own adapter.
 
-    *Semantics*: `SiLU(g) * u` with `g, u` the halves of `lora(y, x, pool, segments)`.
-    The kernel keeps all of it in float32 until one rounding at the store; the XLA form
-    rounds each step. Differentiable wherever `lora` is.
+    *Semantics*: `lora(y, x, pool, segments)` with `y = x W^T + bias + residual`,
+    rounded once. Differentiable wherever `lora` is.
 
     Args:
-      y: base output, gate's columns and then up's.
-      x: input of the module group; with `pool` and `segments`, or none of them.
-      pool: adapters of this layer's gate and up.
-      segments: from `segment_metadata`.
+      x: the rows.
+      weight: of one module or of several that share x, as Hugging Face stores them.
+      lora: the layer's pool and the batch's segments, or None for no adapter.
+      bias: of the layer.
+      residual: added to the product.
       implementation: see `resolve`.
 
     Raises:
       ValueError: an operand does not fit the others.
     """
-    if y.ndim != 2 or y.shape[1] % 2:
-        raise ValueError(f"y must be [rows, 2 * width], got {y.shape}")
-    if pool is not None and pool.d_outs != (y.shape[1] // 2,) * 2:
+    return _apply("plain", x, weight, lora, bias, residual, implementation)
+
+
+def lora_gated(
+    x: Float[Array, "rows d_in"],
+    weight: Float[Array, "two_width d_in"],
+    lora: Lora | None = None,
+    *,
+    bias: Float[Array, "two_width"] | None = None,
+    residual: Float[Array, "rows two_width"] | None = None,
+    implementation: str | None = None,
+) -> Float[Array, "rows width"]:
+    """Apply the linear layer of gate and up, and multiply them.
+
+    *Semantics*: `SiLU(g) * u` with `g, u` the halves of `lora_linear`. The kernel keeps
+    all that follows the base product in float32 until one rounding at the store; the
+    XLA form rounds each step. Differentiable wherever `lora` is.
+
+    Args:
+      x, bias, residual, implementation: see `lora_linear`.
+      weight: gate's rows and then up's.
+      lora: the pool's modules are gate and up.
+
+    Raises:
+      ValueError: an operand does not fit the others.
+    """
+    width = weight.shape[0] // 2
+    if weight.shape[0] % 2:
+        raise ValueError(f"weight must be [2 * width, d_in], got {weight.shape}")
+    if lora is not None and lora[0].d_outs != (width, width):
         raise ValueError(
-            f"the pool must have two modules as wide as y's halves {y.shape}, got "
-            f"{pool.d_outs}"
+            f"the pool must have two modules as wide as the weight's halves, {width}, "
+            f"got {lora[0].d_outs}"
         )
-    lora = _operands(y, x, pool, segments)
-    return _lora_gated(resolve(implementation), y, lora)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _lora_gated(implementation, y, lora):
-    if implementation == "xla":
-        return _plain_gated(implementation, y, lora)
-    y, shrunk = _shrink(implementation, y, lora)
-    return _fused.gated_expand(y, shrunk, interpret=implementation != "pallas_triton")
-
-
-def _plain_gated(implementation, y, lora):
-    if lora is not None:
-        y = _ops.lora(y, *lora, implementation=implementation)
-    return reference.gated(y)
-
-
-def _gated_forward(implementation, y, lora):
-    return _lora_gated(implementation, y, lora), (y, lora)
-
-
-def _gated_backward(implementation, saved, dh):
-    _, pull = jax.vjp(functools.partial(_plain_gated, implementation), *saved)
-    return pull(dh)
-
-
-_lora_gated.defvjp(_gated_forward, _gated_backward)
+    return _apply("gated", x, weight, lora, bias, residual, implementation)
 
 
 def lora_rotary(
-    y: Float[Array, "rows d_out"],
+    x: Float[Array, "rows d_in"],
+    weight: Float[Array, "d_out d_in"],
     rotary: tuple[Float[Array, "rows head_dim"], Float[Array, "rows head_dim"]],
     k_pages: Float[Array, "pages kv_heads page_size head_dim"],
     v_pages: Float[Array, "pages kv_heads page_size head_dim"],
     page: Int32[Array, "rows"],
     offset: Int32[Array, "rows"],
-    x: Float[Array, "rows d_in"] | None = None,
-    pool: LoraPool | None = None,
-    segments: Segments | None = None,
+    lora: Lora | None = None,
     *,
+    bias: Float[Array, "d_out"] | None = None,
+    residual: Float[Array, "rows d_out"] | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "rows heads head_dim"], Array, Array]:
-    """Add every row's own adapter product to q, k and v, rotate, and store k and v.
+    """Apply the linear layer of q, k and v, rotate, and store k and v.
 
-    *Semantics*, with `q, k, v` the heads of `lora(y, x, pool, segments)`:
-    `rotate(q)`, and the pages with `rotate(k[i])` and `v[i]` at
-    `[page[i], :, offset[i]]`. The kernel rounds once, at the stores; the XLA form
-    rounds each step. Not differentiable.
+    *Semantics*, with `q, k, v` the heads of `lora_linear`: `rotate(q)`, and the pages
+    with `rotate(k[i])` and `v[i]` at `[page[i], :, offset[i]]`. The kernel rounds once
+    after the base product, at the stores; the XLA form rounds each step. Not
+    differentiable.
 
     Args:
-      y: base output, all of q's heads, then k's, then v's.
+      x, bias, residual, implementation: see `lora_linear`.
+      weight: the rows of all of q's heads, then k's, then v's.
       rotary: cosine and sine of each row's angles, both halves of the lanes alike.
       k_pages, v_pages: the cache of this layer; changed in place where XLA may.
       page: each row's page; a row whose page is out of range stores nothing.
       offset: each row's place in its page. No two rows may share one.
-      x, pool, segments: see `lora_gated`; the pool's modules are q, k and v.
-      implementation: see `resolve`.
+      lora: the pool's modules are q, k and v.
 
     Returns:
       q, rotated, and the pages.
@@ -114,54 +121,112 @@ def lora_rotary(
       ValueError: an operand does not fit the others.
     """
     _, kv_heads, _, head_dim = k_pages.shape
-    heads = y.shape[1] // head_dim - 2 * kv_heads
-    if k_pages.shape != v_pages.shape or y.shape[1] % head_dim or heads < 1:
+    rows, d_out = x.shape[0], weight.shape[0]
+    heads = d_out // head_dim - 2 * kv_heads
+    if k_pages.shape != v_pages.shape or d_out % head_dim or heads < 1:
         raise ValueError(
-            "y must be [rows, (heads + 2 * kv_heads) * head_dim] for pages [pages, "
-            f"kv_heads, page_size, head_dim], got {y.shape}, k {k_pages.shape} and v "
-            f"{v_pages.shape}"
+            "weight must be [(heads + 2 * kv_heads) * head_dim, d_in] for pages "
+            f"[pages, kv_heads, page_size, head_dim], got {weight.shape}, k "
+            f"{k_pages.shape} and v {v_pages.shape}"
         )
     for name, table in (("cosine", rotary[0]), ("sine", rotary[1])):
-        if table.shape != (y.shape[0], head_dim):
+        if table.shape != (rows, head_dim):
             raise ValueError(
-                f"the {name} must be [rows, head_dim] = {(y.shape[0], head_dim)}, got "
+                f"the {name} must be [rows, head_dim] = {(rows, head_dim)}, got "
                 f"{table.shape}"
             )
     widths = tuple(count * head_dim for count in (heads, kv_heads, kv_heads))
-    if pool is not None and pool.d_outs != widths:
-        raise ValueError(f"the pool's modules must be {widths} wide: {pool.d_outs}")
-    lora = _operands(y, x, pool, segments)
+    if lora is not None and lora[0].d_outs != widths:
+        raise ValueError(f"the pool's modules must be {widths} wide: {lora[0].d_outs}")
+    _check(x, weight, lora)
     implementation = resolve(implementation)
+    operands = (x, weight, lora, bias, residual)
     cache = (rotary, k_pages, v_pages, page, offset)
     if implementation == "xla":
-        if lora is not None:
-            y = _ops.lora(y, *lora, implementation=implementation)
-        return reference.rotary(y, *cache)
-    y, shrunk = _shrink(implementation, y, lora)
+        return reference.rotary(_plain_linear(implementation, *operands), *cache)
+    y, shrunk = _project_rows(implementation, *operands)
     interpret = implementation != "pallas_triton"
     return _fused.rotary_expand(y, shrunk, *cache, interpret=interpret)
 
 
-def _operands(
-    y: Array, x: Array | None, pool: LoraPool | None, segments: Segments | None
-) -> tuple[Array, LoraPool, Segments] | None:
-    """Return `lora`'s operands but the first, or None where there are none."""
-    if x is None and pool is None and segments is None:
-        return None
-    if x is None or pool is None or segments is None:
-        raise ValueError("x, pool and segments must be given together")
-    _ops.check_operand("x", x, pool.d_in, pool, segments)
-    _ops.check_operand("y", y, pool.d_out, pool, segments)
-    return x, pool, segments
+def _apply(form, x, weight, lora, bias, residual, implementation):
+    _check(x, weight, lora)
+    return _linear(form, resolve(implementation), x, weight, lora, bias, residual)
 
 
-def _shrink(implementation, y, lora):
-    """Return y, and the product that is left for a fused expand to add."""
+def _check(x: Array, weight: Array, lora: Lora | None) -> None:
+    if x.ndim != 2 or weight.ndim != 2 or x.shape[1] != weight.shape[1]:
+        raise ValueError(
+            "x must be [rows, d_in] and weight [d_out, d_in], got "
+            f"{x.shape} and {weight.shape}"
+        )
     if lora is None:
-        return y, None
-    x, pool, segments = lora
-    if segments.num_passes > 1:
+        return
+    pool, segments = lora
+    _ops.check_operand("x", x, pool.d_in, pool, segments)
+    if weight.shape[0] != pool.d_out:
+        raise ValueError(
+            f"the pool's modules must be {weight.shape[0]} wide together, as the "
+            f"weight, got {pool.d_outs}"
+        )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _linear(form, implementation, x, weight, lora, bias, residual):
+    operands = (x, weight, lora, bias, residual)
+    if implementation == "xla":
+        return _plain(form, implementation, *operands)
+    y, shrunk = _project_rows(implementation, *operands)
+    interpret = implementation != "pallas_triton"
+    if form == "gated":
+        return _fused.gated_expand(y, shrunk, interpret=interpret)
+    if shrunk is None:
+        return y
+    return _sgmv.expand(y, shrunk.v, shrunk.pool, shrunk.segments, interpret=interpret)
+
+
+def _plain(form, implementation, *operands):
+    y = _plain_linear(implementation, *operands)
+    return reference.gated(y) if form == "gated" else y
+
+
+def _plain_linear(implementation, x, weight, lora, bias, residual):
+    y = reference.linear(x, weight, bias, residual)
+    if lora is None:
+        return y
+    return _ops.lora(y, x, *lora, implementation=implementation)
+
+
+def _project_rows(
+    implementation, x, weight, lora, bias, residual
+) -> tuple[Array, _fused.Shrunk | None]:
+    """Return the base product, and what is left of the adapters' to add to it."""
+    interpret = implementation != "pallas_triton"
+    passes = 1 if lora is None else lora[1].num_passes
+    if passes > 1:
         # In-place adds of several adapters a row are launches of their own.
-        return _ops.lora(y, x, pool, segments, implementation=implementation), None
-    v = _ops.shrink(x, pool, segments, implementation=implementation)
-    return y, _fused.Shrunk(jnp.asarray(v), pool, segments)
+        return _plain_linear(implementation, x, weight, lora, bias, residual), None
+    v: Any = None
+    # Float32 has no tensor cores to fill: XLA's product is the better one.
+    narrow = x.dtype == weight.dtype and x.dtype.itemsize == 2
+    if narrow and x.shape[0] <= MAX_PROJECT_ROWS:
+        y, v = _project.project(
+            x, weight, lora, bias=bias, residual=residual, interpret=interpret
+        )
+    else:
+        y = reference.linear(x, weight, bias, residual)
+        if lora is not None:
+            v = _sgmv.shrink(x, *lora, interpret=interpret)
+    return y, None if lora is None else _fused.Shrunk(v, *lora)
+
+
+def _linear_forward(form, implementation, *operands):
+    return _linear(form, implementation, *operands), operands
+
+
+def _linear_backward(form, implementation, saved, dy):
+    _, pull = jax.vjp(functools.partial(_plain, form, implementation), *saved)
+    return pull(dy)
+
+
+_linear.defvjp(_linear_forward, _linear_backward)

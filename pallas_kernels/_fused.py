@@ -19,7 +19,6 @@ from punica_jax.pallas_kernels._page_tiles import (
     AdapterPages,
     load,
     mask_of,
-    pages_at_once,
     tile_rows,
 )
 from punica_jax.pallas_kernels._pool import RANK_PAGE, LoraPool
@@ -39,7 +38,11 @@ class FusedConfig:
 
 
 def fused_config(width: int, dtype: Any) -> FusedConfig:
-    """Choose the columns of a program; each column's sum is its own."""
+    """Choose the columns of a program; each column's sum is its own.
+
+    512 columns with 8 warps, and rotary programs of 4 heads, make a 7B step of 32 rows
+    with one adapter 0.1 ms longer, with 32 adapters 0.4.
+    """
     block_n = 128 if jnp.dtype(dtype).itemsize == 2 else 64
     return FusedConfig(
         block_n=min(block_n, max(16, pl.next_power_of_2(width))), num_warps=4
@@ -84,7 +87,7 @@ class _Tile:
             self.live = self.row < num_rows
             self.busy = True
             return
-        rows_ref, slot_ref, first_ref, end_ref = refs[4:8]
+        rows_ref, slot_ref, first_ref, end_ref = refs[5:9]
         self.busy = end_ref[0, tile] > first_ref[0, tile]
         self._slot = slot_ref[0, tile]
         self._entry, self.live, self.row = tile_rows(
@@ -97,23 +100,27 @@ class _Tile:
         at = ref.at[self.row[:, None], column[None, :]]
         return load(at, mask).astype(jnp.float32)
 
+    def pages(self, module: Any) -> AdapterPages | None:
+        """Look up the pages of one module; call it before what waits for loads."""
+        if not self._refs:
+            return None
+        return AdapterPages.of(self._refs[2:5], self._refs[1], self._slot, module)
+
     def add_product(
-        self, sums: list[Array], module, columns: list[Array], inside: Array | None
+        self,
+        sums: list[Array],
+        module,
+        pages: AdapterPages | None,
+        columns: list[Array],
+        inside: Array | None,
     ) -> list[Array]:
         """Return the sums with the adapter's product added in some columns of B."""
-        if not self._refs:
+        if pages is None:
             return sums
-        v_ref, b_ref, page_table_ref, num_pages_ref = self._refs[:4]
-        slot = jnp.maximum(self._slot, 0)
-        pages = AdapterPages(
-            page_table_ref=page_table_ref,
-            slot=slot,
-            count=jnp.where(self._slot >= 0, num_pages_ref[slot, module], 0),
-            most=pages_at_once(b_ref.dtype),
-        )
+        v_ref, b_ref = self._refs[:2]
         weight = None
-        if len(self._refs) > 8:
-            weight = load(self._refs[8].at[0, self._entry], self.live)
+        if len(self._refs) > 9:
+            weight = load(self._refs[9].at[0, self._entry], self.live)
 
         def add(lanes, sums):
             return [
@@ -179,12 +186,14 @@ def _gated_kernel(
     column = column + jnp.arange(config.block_n, dtype=jnp.int32)
     inside = None if width % config.block_n == 0 else (column < width)[None, :]
 
+    pages = [tile.pages(module) for module in range(2)]
+
     @pl.when(tile.busy)
     def _():
         halves = []
         for module, at in enumerate((column, width + column)):
             halves += tile.add_product(
-                [tile.load(y_ref, at, inside)], module, [at], inside
+                [tile.load(y_ref, at, inside)], module, pages[module], [at], inside
             )
         gate, up = halves
         h = gate * lax.logistic(gate) * up
@@ -202,7 +211,6 @@ def rotary_expand(
     page: Array,
     offset: Array,
     *,
-    num_warps: int = 4,
     interpret: bool = False,
 ) -> tuple[Array, Array, Array]:
     """Launch expand with rotary embedding and cache; see `lora_rotary`."""
@@ -220,7 +228,7 @@ def rotary_expand(
         ),
         grid=(num_tiles, heads + 2 * kv_heads),
         input_output_aliases={0: 1, 1: 2},
-        compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=1),
+        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
         name="lora_rotary_expand",
     )(k_pages, v_pages, y, *rotary, page, offset, *operands)
@@ -247,13 +255,14 @@ def _rotary_kernel(
     lane = jnp.arange(max(16, pl.next_power_of_2(half)), dtype=jnp.int32)
     inside = None if half == lane.size else (lane < half)[None, :]
     columns = [head * head_dim + lane, head * head_dim + half + lane]
+    is_k = (head >= heads).astype(jnp.int32)
+    is_v = (head >= heads + kv_heads).astype(jnp.int32)
+    pages = tile.pages(is_k + is_v)
 
     @pl.when(tile.busy)
     def _():
-        is_k = (head >= heads).astype(jnp.int32)
-        is_v = (head >= heads + kv_heads).astype(jnp.int32)
         sums = [tile.load(y_ref, column, inside) for column in columns]
-        low, high = tile.add_product(sums, is_k + is_v, columns, inside)
+        low, high = tile.add_product(sums, is_k + is_v, pages, columns, inside)
         shape = (block_rows, lane.size)
         mask = mask_of(shape, tile.live[:, None], inside)
 

@@ -253,6 +253,7 @@ def _lora_backward(implementation, saved, dy):
         b=db.astype(pool.dtype),
         page_table=_no_gradient(pool.page_table),
         num_pages=_no_gradient(pool.num_pages),
+        layer=None if pool.layer is None else _no_gradient(pool.layer),
     )
     dsegments = jax.tree.map(_no_gradient, segments)
     if segments.weights is not None:
@@ -275,6 +276,7 @@ def _flip(pool: LoraPool, c: int) -> LoraPool:
         page_table=pool.page_table,
         num_pages=pool.num_pages[:, c : c + 1],
         d_outs=(pool.d_in,),
+        layer=pool.layer,
     )
 
 
@@ -287,7 +289,8 @@ def _weigh(v: Array, segments: Segments) -> Array:
 def _used_ranks(pool: LoraPool, segments: Segments) -> Array:
     """Return `bool[entries, C * max_rank]`: the ranks each entry's adapter has."""
     slots = segments.slots.reshape(-1)
-    counts = jnp.where((slots >= 0)[:, None], pool.num_pages[jnp.maximum(slots, 0)], 0)
+    counts = pool.layer_num_pages[jnp.maximum(slots, 0)]
+    counts = jnp.where((slots >= 0)[:, None], counts, 0)
     rank = jnp.arange(pool.max_rank)[None, None, :]
     return (rank < RANK_PAGE * counts[:, :, None]).reshape(slots.size, -1)
 

@@ -138,6 +138,48 @@ def expand(
     return y
 
 
+def linear(
+    x: Float[Array, "rows d_in"],
+    weight: Float[Array, "d_out d_in"],
+    bias: Float[Array, "d_out"] | None = None,
+    residual: Float[Array, "rows d_out"] | None = None,
+) -> Float[Array, "rows d_out"]:
+    """Compute `x W^T + bias + residual`; float32 until the one rounding at the end."""
+    y = matmul_rows(x, weight)
+    if bias is not None:
+        y = y + bias.astype(jnp.float32)[None, :]
+    if residual is not None:
+        y = y + residual.astype(jnp.float32)
+    return y.astype(weight.dtype)
+
+
+def matmul_rows(
+    x: Float[Array, "rows d_in"], weight: Float[Array, "d_out d_in"]
+) -> Float[Array, "rows d_out"]:
+    """Compute `x W^T`, accumulated and returned in float32.
+
+    Float32 operands are multiplied as float32 on every device (no TF32).
+    """
+    exact = jnp.promote_types(x.dtype, weight.dtype) == jnp.float32
+    return lax.dot_general(
+        x,
+        weight,
+        (((1,), (1,)), ((), ())),
+        precision=lax.Precision.HIGHEST if exact else None,
+        preferred_element_type=jnp.float32,
+    )
+
+
+def rms_norm(
+    x: Float[Array, "*rows width"], weight: Float[Array, "width"], eps: float
+) -> Float[Array, "*rows width"]:
+    """Compute `weight * (x / sqrt(mean(x^2) + eps))`, the quotient rounded first."""
+    wide = x.astype(jnp.float32)
+    variance = jnp.square(wide).mean(axis=-1, keepdims=True)
+    normed = (wide * lax.rsqrt(variance + eps)).astype(x.dtype)
+    return jnp.expand_dims(weight, range(x.ndim - 1)) * normed
+
+
 def gated(y: Float[Array, "rows two_width"]) -> Float[Array, "rows width"]:
     """Compute `SiLU(gate) * up` of the halves of `y`; SiLU in float32."""
     gate, up = jnp.split(y, 2, axis=-1)
@@ -233,7 +275,7 @@ class _Tiles:
       entry: `i32[tiles, block_rows]`, out of range in dead lanes: stores drop them.
       row: `i32[tiles, block_rows]`, the entry's row.
       slot: `i32[tiles]`.
-      page: `i32[tiles, max_pages]`, the adapter's pages.
+      page: `i32[tiles, max_pages]`, where the adapter's pages are in the arrays.
       used: `bool[tiles, max_pages, C]`, which of them each module has.
     """
 
@@ -247,11 +289,13 @@ class _Tiles:
         self.row = rows[jnp.minimum(self.entry, segments.num_rows - 1)]
         self.slot = segments.tile_slot[number]
         slot = jnp.maximum(self.slot, 0)
-        counts = jnp.where((self.slot >= 0)[:, None], pool.num_pages[slot], 0)
+        counts = pool.layer_num_pages[slot]
+        counts = jnp.where((self.slot >= 0)[:, None], counts, 0)
         max_pages = pool.page_table.shape[1]
         # All pages at once, not as many as the longest adapter has: loops of dynamic
         # length would double the time that XLA takes to compile a model.
-        self.page = jnp.clip(pool.page_table[slot], 0, pool.a.shape[0] - 1)
+        page = jnp.clip(pool.page_table[slot], 0, pool.pages_per_layer - 1)
+        self.page = pool.first_page + page
         p = jnp.arange(max_pages, dtype=jnp.int32)
         self.used = p[None, :, None] < counts[:, None, :]
 

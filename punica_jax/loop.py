@@ -132,10 +132,10 @@ class StepLoop:
         """Compile every program that a step can need; show which, if so."""
         buckets = list(self._buckets)
         with compiling(len(buckets), progress) as note:
-            for bucket in buckets:
-                start_s = time.monotonic()
-                self._runner.warm_up([bucket], self._sizes.pages_per_seq)
-                note(bucket.name, time.monotonic() - start_s)
+            pages_per_seq = self._sizes.pages_per_seq
+            for bucket, seconds in self._runner.compile(buckets, pages_per_seq):
+                note(bucket.name, seconds)
+            self._runner.warm_up(buckets, pages_per_seq)
 
     def step(self) -> list[SequenceState]:
         """Launch a step, collect the one before it, and tell sequences their tokens.

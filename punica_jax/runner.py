@@ -6,7 +6,10 @@ adapters, or which pages and slots are free.
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any, NamedTuple
 
 import jax
@@ -141,7 +144,10 @@ class Runner:
         self._write_seat = jax.jit(
             _flat_write_seat, donate_argnums=(0, 1), static_argnums=4
         )
-        self._draw = jax.jit(draw, donate_argnums=(1, 2))
+        self._draw = jax.jit(
+            functools.partial(draw, implementation=self.implementation),
+            donate_argnums=(1, 2),
+        )
         self._logprobs = jax.jit(token_logprobs)
         self._prompt_logprobs = jax.jit(
             functools.partial(_flat_prompt_logprobs, self._structure)
@@ -224,8 +230,28 @@ class Runner:
         )
         self._samplers["write_seat"] = None
 
+    def compile(
+        self, buckets: Iterable[Bucket], pages_per_seq: int
+    ) -> Iterator[tuple[Bucket, float]]:
+        """Compile the steps of some buckets, beside each other.
+
+        Yields:
+          Each bucket once its program is there, and the seconds that it took.
+        """
+
+        def compile_one(bucket: Bucket) -> tuple[Bucket, float]:
+            start_s = time.monotonic()
+            self.lower(Batch.of([], bucket, pages_per_seq)).compile()
+            return bucket, time.monotonic() - start_s
+
+        # XLA takes most of the time, and no lock of Python's.
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            jobs = [pool.submit(compile_one, bucket) for bucket in buckets]
+            for job in as_completed(jobs):
+                yield job.result()
+
     def warm_up(self, buckets: Iterable[Bucket], pages_per_seq: int) -> None:
-        """Compile the programs of some buckets, by running each without a live row.
+        """Run the programs of some buckets without a live row, all that there are.
 
         Nobody may sit: seat 0 is written.
         """

@@ -125,7 +125,8 @@ def test_goals():
 def test_ranks_take_the_pages_that_they_need(bench):
     assert [num_rank_pages(rank) for rank in (8, 16, 24, 64)] == [1, 1, 2, 4]
     pools = set_ranks(bench.pools, [8, 24])
-    assert pools.qkv.num_pages[0].tolist() == [[1] * 3, [2] * 3, [0] * 3]
+    counts = pools.layer(0).qkv.layer_num_pages
+    assert counts.tolist() == [[1] * 3, [2] * 3, [0] * 3]
     assert pools.down.page_table[:2, :2].tolist() == [[0, 0], [1, 2]]
     case = Case(rows=2, contexts=(50,), popularity="distinct", ranks=(8, 24))
     per_rank = bench.adapter_bytes([1]) / 4.3e12 * 1e3

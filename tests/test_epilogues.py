@@ -1,4 +1,4 @@
-"""LoRA products with what follows them, against the same steps one by one."""
+"""Linear layers with LoRA and what follows, against the same steps one by one."""
 
 import dataclasses
 import functools
@@ -9,7 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from punica_jax.pallas_kernels import lora_gated, lora_rotary, segment_metadata
+from punica_jax.pallas_kernels import (
+    lora,
+    lora_gated,
+    lora_linear,
+    lora_rotary,
+    reference,
+    rms_norm,
+    segment_metadata,
+)
+from punica_jax.pallas_kernels._sgmv_config import MAX_PROJECT_ROWS, project_config
 from tests.sgmv_cases import TOLERANCE, make_case, slots_of
 
 GPU = pytest.param("pallas_triton", marks=pytest.mark.gpu)
@@ -77,14 +86,32 @@ def segments_of(case, slots, implementation, **options):
     )
 
 
+def no_weight(y, x):
+    """Return a weight whose product is nothing: the residual is all of y."""
+    return jnp.zeros((y.shape[1], x.shape[1]), y.dtype)
+
+
 @functools.partial(jax.jit, static_argnames="implementation")
 def run_gated(y, x, pool, segments, *, implementation):
-    return lora_gated(y, x, pool, segments, implementation=implementation)
+    return lora_gated(
+        x,
+        no_weight(y, x),
+        None if pool is None else (pool, segments),
+        residual=y,
+        implementation=implementation,
+    )
 
 
 @functools.partial(jax.jit, static_argnames="implementation")
 def run_rotary(y, x, pool, segments, cache, *, implementation):
-    return lora_rotary(y, *cache, x, pool, segments, implementation=implementation)
+    return lora_rotary(
+        x,
+        no_weight(y, x),
+        *cache,
+        None if pool is None else (pool, segments),
+        residual=y,
+        implementation=implementation,
+    )
 
 
 def some_slots(case, rows=ROWS):
@@ -137,7 +164,7 @@ class TestAgainstTheStepsOneByOne:
         x, y = jnp.asarray(case.x), jnp.asarray(case.y)
         actual = run_gated(y, x, case.pool, segments, implementation=implementation)
         assert_near(actual, expected_gated(case.expected(slots)), dtype)
-        base = run_gated(y, None, None, None, implementation=implementation)
+        base = run_gated(y, x, None, None, implementation=implementation)
         assert_near(base, expected_gated(case.y), dtype)
         # Rows without an adapter are what they are in a batch without any.
         np.testing.assert_array_equal(actual[slots < 0], base[slots < 0])
@@ -151,11 +178,11 @@ class TestAgainstTheStepsOneByOne:
         cache = make_cache(dtype, ROWS)
         stored = np.asarray(cache.page) < cache.k_pages.shape[0]
         at = (cache.page[stored], slice(None), cache.offset[stored])
-        for lora in ((x, case.pool, segments), (None, None, None)):
+        for operands in ((x, case.pool, segments), (x, None, None)):
             q, k_pages, v_pages = run_rotary(
-                y, *lora, cache, implementation=implementation
+                y, *operands, cache, implementation=implementation
             )
-            sums = case.y if lora[0] is None else case.expected(slots)
+            sums = case.y if operands[1] is None else case.expected(slots)
             want_q, want_k, want_v = expected_rotary(sums, cache)
             assert_near(q, want_q, dtype)
             for pages, old, want in (
@@ -246,10 +273,14 @@ def test_the_gradient_is_that_of_the_steps(implementation):
         segments = segments_of(case, slots, implementation)
 
         def loss(y, x, a, b):
-            pool = case.pool.__class__(
-                a, b, case.pool.page_table, case.pool.num_pages, case.pool.d_outs
+            pool = dataclasses.replace(case.pool, a=a, b=b)
+            h = lora_gated(
+                x,
+                no_weight(y, x),
+                (pool, segments),
+                residual=y,
+                implementation=implementation,
             )
-            h = lora_gated(y, x, pool, segments, implementation=implementation)
             return (h * cotangent.astype(h.dtype)).sum()
 
         arrays = (jnp.asarray(case.y), jnp.asarray(case.x), case.pool.a, case.pool.b)
@@ -273,7 +304,9 @@ def test_tables_of_numpy_have_gradients():
         def loss(a):
             pool = dataclasses.replace(case.pool, a=a, **tables)
             x, y = jnp.asarray(case.x), jnp.asarray(case.y)
-            return lora_gated(y, x, pool, segments, implementation="xla").sum()
+            lora = pool, segments
+            h = lora_gated(x, no_weight(y, x), lora, residual=y, implementation="xla")
+            return h.sum()
 
         return jax.grad(loss)(a)
 
@@ -285,18 +318,161 @@ def test_operands_that_do_not_fit():
     case, cache = gated_case("float32"), make_cache("float32", ROWS)
     segments = segments_of(case, some_slots(case), "xla")
     x, y = jnp.asarray(case.x), jnp.asarray(case.y)
-    with pytest.raises(ValueError, match=r"y must be \[rows, 2 \* width\]"):
-        lora_gated(y[:, :7])
-    with pytest.raises(ValueError, match="two modules as wide as y's halves"):
-        lora_gated(y[:, :80], x, case.pool, segments)
-    with pytest.raises(ValueError, match="x, pool and segments must be given together"):
-        lora_gated(y, x, case.pool)
+    lora, weight = (case.pool, segments), no_weight(y, x)
+    with pytest.raises(ValueError, match=r"weight must be \[2 \* width, d_in\]"):
+        lora_gated(x, weight[:7])
+    with pytest.raises(ValueError, match="two modules as wide as the weight's halves"):
+        lora_gated(x, weight[:80], lora)
+    with pytest.raises(ValueError, match=r"x must be \[rows, d_in\] and weight"):
+        lora_linear(x, weight[:, 1:])
     with pytest.raises(ValueError, match="x must be"):
-        lora_gated(y, x[:3], case.pool, segments)
-    with pytest.raises(ValueError, match=r"y must be \[rows, \(heads \+ 2"):
-        lora_rotary(y[:, :95], *cache)
-    wide = jnp.zeros((ROWS, (HEADS + 2 * KV_HEADS) * HEAD_DIM))
+        lora_linear(x[:3], weight, lora)
+    with pytest.raises(ValueError, match="modules must be 80 wide together"):
+        lora_linear(x, weight[:80], lora)
+    with pytest.raises(ValueError, match=r"weight must be \[\(heads \+ 2"):
+        lora_rotary(x, weight[:95], *cache)
+    wide = jnp.zeros(((HEADS + 2 * KV_HEADS) * HEAD_DIM, x.shape[1]))
     with pytest.raises(ValueError, match="the cosine must be"):
-        lora_rotary(wide, *cache._replace(rotary=(x, x)))
+        lora_rotary(x, wide, *cache._replace(rotary=(x, x)))
     with pytest.raises(ValueError, match="the pool's modules must be"):
-        lora_rotary(wide, *cache, x, case.pool, segments)
+        lora_rotary(x, wide, *cache, lora)
+
+
+LINEAR_DTYPES = [
+    ("float32", "xla"),
+    ("bfloat16", "xla"),
+    ("float32", "pallas_interpret"),
+    ("bfloat16", "pallas_interpret"),
+    pytest.param("float16", "pallas_interpret", marks=pytest.mark.grid),
+    pytest.param("float32", "pallas_triton", marks=pytest.mark.gpu),
+    pytest.param("bfloat16", "pallas_triton", marks=pytest.mark.gpu),
+    pytest.param("float16", "pallas_triton", marks=pytest.mark.gpu),
+]
+
+
+def linear_case(dtype, rows=ROWS, d_in=1320):
+    """Adapters of one page and of several, over several splits, not all whole."""
+    case = make_case(rows=rows, ranks=RANKS, d_in=d_in, d_outs=(72, 40), dtype=dtype)
+    rng = np.random.default_rng(4)
+    weight = rng.standard_normal((112, d_in)) / np.sqrt(d_in)
+    bias = rng.standard_normal(112)
+    return case, jnp.asarray(weight, dtype), jnp.asarray(bias, dtype)
+
+
+@functools.partial(jax.jit, static_argnames="implementation")
+def run_linear(x, weight, lora, bias, residual, *, implementation):
+    return lora_linear(
+        x, weight, lora, bias=bias, residual=residual, implementation=implementation
+    )
+
+
+@pytest.mark.parametrize(("dtype", "implementation"), LINEAR_DTYPES)
+@pytest.mark.parametrize("rows", [1, ROWS, 70])  # the last are too many for one launch
+def test_linear(rows, dtype, implementation):
+    case, weight, bias = linear_case(dtype, rows)
+    slots = np.random.default_rng(1).integers(-1, len(RANKS), rows, dtype=np.int32)
+    slots[0] = 1
+    segments = segments_of(case, slots, implementation)
+    x, y = jnp.asarray(case.x), jnp.asarray(case.y)
+    product = np.asarray(x, np.float32) @ np.asarray(weight, np.float32).T
+    base = product + np.asarray(bias, np.float32) + np.asarray(y, np.float32)
+    with_lora = base + case.expected(slots) - np.asarray(y, np.float32)
+    for own, expected in ((None, base), ((case.pool, segments), with_lora)):
+        actual = run_linear(x, weight, own, bias, y, implementation=implementation)
+        assert_near(actual, expected, dtype)
+    alone = run_linear(x, weight, None, None, None, implementation=implementation)
+    assert_near(alone, product, dtype)
+
+
+@pytest.mark.parametrize("implementation", ["pallas_interpret", GPU])
+@pytest.mark.parametrize("d_in", [136, 1320, 2504])
+def test_the_product_beside_the_base_is_that_of_two_launches(d_in, implementation):
+    case, weight, _ = linear_case("bfloat16", d_in=d_in)
+    slots = some_slots(case)
+    segments = segments_of(case, slots, implementation)
+    x, y = jnp.asarray(case.x), jnp.asarray(case.y)
+    one = run_linear(
+        x,
+        jnp.zeros_like(weight),
+        (case.pool, segments),
+        None,
+        y,
+        implementation=implementation,
+    )
+    two = jax.jit(functools.partial(lora, implementation=implementation))(
+        y, x, case.pool, segments
+    )
+    # To the bit: a row's product is the same whatever launch it is a part of.
+    np.testing.assert_array_equal(one, two)
+
+
+@pytest.mark.parametrize("kib", [227, 163, 99])  # H200, A100, L4
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("d_in", [64, 4096, 14336])
+@pytest.mark.parametrize("d_out", [24, 4096, 6144, 28672])
+def test_a_program_fits_its_multiprocessor(d_in, d_out, dtype, kib):
+    config = project_config(d_in, d_out, dtype, kib * 1024)
+    values = config.block_k * (config.block_n + MAX_PROJECT_ROWS)
+    needed = config.num_stages * values * jnp.dtype(dtype).itemsize
+    assert needed <= kib * 1024 and config.num_stages >= 2
+
+
+@pytest.mark.parametrize("implementation", [GRID, GPU])
+def test_the_gradient_of_linear_is_that_of_the_steps(implementation):
+    case, weight, bias = linear_case("bfloat16", d_in=136)
+    slots = some_slots(case)
+
+    def gradients(implementation):
+        segments = segments_of(case, slots, implementation)
+
+        def loss(x, weight, a, b, bias, residual):
+            pool = dataclasses.replace(case.pool, a=a, b=b)
+            y = run_linear(
+                x,
+                weight,
+                (pool, segments),
+                bias,
+                residual,
+                implementation=implementation,
+            )
+            return jnp.sin(y.astype(jnp.float32)).sum()
+
+        x, y = jnp.asarray(case.x), jnp.asarray(case.y)
+        a, b = (jnp.nan_to_num(array) for array in (case.pool.a, case.pool.b))
+        return jax.jit(jax.grad(loss, range(6)))(x, weight, a, b, bias, y)
+
+    for ours, plain in zip(gradients(implementation), gradients("xla"), strict=True):
+        ours, plain = (np.asarray(array, np.float32) for array in (ours, plain))
+        assert np.linalg.norm(ours - plain) < 3e-2 * np.linalg.norm(plain)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "pallas_interpret", GPU])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("width", [40, 128])
+def test_norm(width, dtype, implementation):
+    rng = np.random.default_rng(5)
+    x = jnp.asarray(3 * rng.standard_normal((7, width)), dtype)
+    weight = jnp.asarray(rng.uniform(0.5, 2, width), dtype)
+    norm = functools.partial(rms_norm, eps=1e-5, implementation=implementation)
+    wide = np.asarray(x, np.float64)
+    expected = wide / np.sqrt((wide**2).mean(axis=1, keepdims=True) + 1e-5)
+    assert_near(norm(x, weight), expected * np.asarray(weight, np.float64), dtype)
+    np.testing.assert_array_equal(norm(x[2:3], weight)[0], norm(x, weight)[2])
+    assert np.isfinite(norm(jnp.zeros_like(x), weight)).all()
+
+    def loss(x, weight):
+        return jnp.sin(norm(x, weight).astype(jnp.float32)).sum()
+
+    def plain(x, weight):
+        return jnp.sin(reference.rms_norm(x, weight, 1e-5).astype(jnp.float32)).sum()
+
+    for ours, theirs in zip(
+        jax.grad(loss, (0, 1))(x, weight),
+        jax.grad(plain, (0, 1))(x, weight),
+        strict=True,
+    ):
+        np.testing.assert_allclose(
+            np.asarray(ours, np.float32),
+            np.asarray(theirs, np.float32),
+            **TOLERANCE[dtype],
+        )

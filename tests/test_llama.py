@@ -20,7 +20,7 @@ from punica_jax.models import (
     SeqTable,
     dense_causal_attention,
 )
-from punica_jax.models._layers import INIT_STDDEV, rotary_tables
+from punica_jax.models._layers import INIT_STDDEV, Unprojected, rotary_tables
 from punica_jax.pallas_kernels import pack_adapters, segment_metadata
 from punica_jax.pallas_kernels.reference import rotate
 
@@ -247,9 +247,18 @@ def test_pools_and_segments_come_together(model):
 
 
 def test_dense_attention_checks_its_rows():
-    q = jnp.zeros((10, 4, 8))
+    table = jnp.zeros((10, 8))
+    unprojected = Unprojected(
+        x=jnp.zeros((10, 16)),
+        linear=LoraLinear(16, 12 * 8, rngs=nnx.Rngs(0)),
+        lora=None,
+        rotary=(table, table),
+        norms=None,
+        num_kv_heads=4,
+        head_dim=8,
+    )
     with pytest.raises(ValueError, match="multiple of seq_len 4, got 10"):
-        dense_causal_attention(4)(0, q, q, q)
+        dense_causal_attention(4)(0, unprojected)
 
 
 def test_gradient_of_the_dense_form(tokens):

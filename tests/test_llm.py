@@ -8,7 +8,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import punica_jax as pj
-from punica_jax.batch import Buckets
+from punica_jax.batch import Batch, Buckets
 from tests import tiny_checkpoint as tiny
 
 PROMPTS = ["hello", "hello", "hello", "a prompt that is longer", "x", "hello"]
@@ -173,6 +173,18 @@ def test_warm_up_compiles_everything(llm, together, monkeypatch, compiles):
         for count in (1, 2, 6):
             rows = llm.generate(PROMPTS[:count], ADAPTERS[:count], GREEDY)
             assert rows == together[:count]
+    assert compiles.count == 0
+
+
+def test_what_is_compiled_ahead_is_what_runs(checkpoint, compiles):
+    llm = pj.LLM(checkpoint / "model", max_seats=2, page_size=16, progress=False)
+    runner, pages_per_seq = llm._loop._runner, 2
+    [bucket, *_] = Buckets(max_seqs=2, max_rows=8)
+    with compiles:
+        assert [one for one, _ in runner.compile([bucket], pages_per_seq)] == [bucket]
+    assert compiles.count == 1
+    with compiles:
+        runner.forward(Batch.of([], bucket, pages_per_seq))
     assert compiles.count == 0
 
 

@@ -1,5 +1,6 @@
 """What the kernels become for an NVIDIA GPU, seen from a machine without one."""
 
+import functools
 import re
 
 import jax
@@ -18,6 +19,8 @@ from punica_jax.pallas_kernels import (
     pack_adapters,
     segment_metadata,
 )
+from punica_jax.pallas_kernels._digit_search import COUNTING, WEIGHING
+from punica_jax.seats import Seats, draw
 from punica_jax.step import run_step
 from tests.tiny_checkpoint import CONFIG
 
@@ -35,12 +38,27 @@ def lower(function, *args):
     args = jax.eval_shape(lambda *a: a, *args)
     with jax.sharding.use_abstract_mesh(H200):
         lowered = jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",))
-    lines = [
-        line for line in lowered.as_text().splitlines() if "xla.gpu.triton" in line
-    ]
-    calls = [CALL.search(line) for line in lines]
-    assert all(calls), lines[0][:400]
-    return [(call["name"], call["types"]) for call in calls if call]
+    return triton_calls(lowered.as_text())
+
+
+def triton_calls(text):
+    """Return a module's Triton calls, those of a function wherever it is called."""
+    functions = {}
+    for line in text.splitlines():
+        if start := re.search(r"func\.func \w+ @([\w.]+)\(", line):
+            body = functions[start[1]] = []
+        elif "xla.gpu.triton" in line:
+            call = CALL.search(line)
+            assert call, line[:400]
+            body.append((call["name"], call["types"]))
+        elif called := re.search(r"= call @([\w.]+)\(", line):
+            body.append(called[1])
+
+    def calls(name):
+        for call in functions[name]:
+            yield from calls(call) if isinstance(call, str) else [call]
+
+    return list(calls("main"))
 
 
 def names(calls):
@@ -105,30 +123,31 @@ def test_epilogues(dtype, max_rank):
         kernels = {"implementation": "pallas_triton"}
         segments = segment_metadata(slots, num_slots=3, **kernels)
         cache = ((table, table), pages, pages, at, at)
+        own, other = ((pool, segments) for pool in pools)
         return [
-            lora_gated(gate_up, **kernels),
-            lora_gated(gate_up, x, pools[0], segments, **kernels),
-            lora_rotary(qkv, *cache, **kernels),
-            lora_rotary(qkv, *cache, x, pools[1], segments, **kernels),
+            lora_gated(x, gate_up, **kernels),
+            lora_gated(x, gate_up, own, **kernels),
+            lora_rotary(x, qkv, *cache, **kernels),
+            lora_rotary(x, qkv, *cache, other, **kernels),
         ]
 
     rows = 9
-    index = jnp.zeros((rows,), jnp.int32)
+    index = jnp.zeros(rows, jnp.int32)
     calls = lower(
         forward,
         jnp.zeros((rows, 64), dtype),
-        jnp.zeros((rows, 2 * 344), dtype),
-        jnp.zeros((rows, 6 * 80), dtype),
+        jnp.zeros((2 * 344, 64), dtype),
+        jnp.zeros((6 * 80, 64), dtype),
         jnp.zeros((rows, 80), dtype),
         jnp.zeros((4, 1, 16, 80), dtype),
         index,
         index,
         (pool(344, 344), pool(320, 80, 80)),
     )
-    base = ["lora_gated_expand", "lora_rotary_expand"]
-    assert sorted(names(calls)) == sorted(
-        [*base, *base, "lora_shrink", "lora_shrink", "segment_metadata"]
-    )
+    expands = ["lora_gated_expand", "lora_rotary_expand"] * 2
+    # Of float32 the base products are XLA's.
+    products = ["lora_project"] * 4 if dtype != jnp.float32 else ["lora_shrink"] * 2
+    assert sorted(names(calls)) == sorted([*expands, *products, "segment_metadata"])
 
 
 @pytest.mark.parametrize("form", ["decode", "prefill"])
@@ -138,10 +157,10 @@ def test_whole_step(form):
     pools = LoraPools.zeros(
         CONFIG, num_slots=4, num_pages=8, max_rank=32, dtype=jnp.bfloat16
     )
-    rows = 1 if form == "decode" else 5
-    chunk = Chunk(tokens=[1] * rows, kv_len=rows, pages=[0], slot=0)
+    rows = 1 if form == "decode" else 30
+    chunk = Chunk(tokens=[1] * rows, kv_len=rows, pages=[0, 1], slot=0)
     chunks = [chunk] * 3
-    batch = Batch.of(chunks, Buckets(4, 32).of(chunks), pages_per_seq=2)
+    batch = Batch.of(chunks, Buckets(4, 128).of(chunks), pages_per_seq=2)
 
     def step(model, cache, pools, batch):
         return run_step(model, cache, pools, batch, implementation="pallas_triton")
@@ -149,12 +168,43 @@ def test_whole_step(form):
     calls = names(lower(step, model, cache, pools, batch))
     assert calls[0] == "segment_metadata"
     assert calls.count("segment_metadata") == 1  # once a step
-    # One shrink and one expand for each of qkv, o, gate and up, down.
-    assert calls.count("lora_shrink") == 4 * CONFIG.num_layers
-    assert calls.count("lora_expand") == 4 * CONFIG.num_layers
+    num_layers = CONFIG.num_layers
+    assert calls.count("rms_norm") == 2 * num_layers + 1
+    # qkv, o, gate and up, down: few rows' products and shrinks are one launch.
+    products = {"decode": "lora_project", "prefill": "lora_shrink"}
+    assert calls.count(products[form]) == 4 * num_layers
+    assert calls.count("lora_rotary_expand") == num_layers
+    assert calls.count("lora_gated_expand") == num_layers
+    assert calls.count("lora_expand") == 2 * num_layers
     attention = [name for name in calls if "attention" in name]
     assert {name for name in attention if form in name}, attention
-    assert len(calls) == 1 + 8 * CONFIG.num_layers + len(attention)
+    assert len(calls) == 2 + 10 * num_layers + len(attention)
+
+
+@pytest.mark.parametrize("rows", [1, 32])
+def test_drawing(rows):
+    vocab = 128256
+    state = jax.eval_shape(lambda: Seats.zeros(rows, vocab))
+    row, wide = jnp.zeros((rows,), jnp.int32), (rows, vocab)
+    counts, logits = (jax.ShapeDtypeStruct(wide, t) for t in (jnp.int32, jnp.float32))
+    pair = jnp.zeros((2, rows), jnp.int32)
+    choose = functools.partial(draw, implementation="pallas_triton")
+    calls = lower(choose, state, counts, row, logits, row, pair)
+    digits = len(COUNTING.digits)
+    assert names(calls) == [
+        *["kth_largest_digit"] * digits,
+        "kth_largest_limit",
+        *["nucleus_digit"] * len(WEIGHING.digits),
+        "nucleus_limit",
+    ]
+    for name, types in calls:
+        # Every digit takes the logits as they are, and the partial sums of the last.
+        assert (f"tensor<{rows}x{vocab}xf32>" in types) == name.endswith("_digit")
+    # The vocabulary alone says how a row is cut.
+    for config, searched in (COUNTING, calls[1:]), (WEIGHING, calls[digits + 2 :]):
+        chunks = -(-vocab // config.chunk)
+        for bits, (_, types) in zip(config.digits, searched, strict=False):
+            assert f"tensor<{rows}x{chunks}x{1 << bits}xf32>" in types
 
 
 def test_no_compiler_options_inside():

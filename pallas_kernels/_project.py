@@ -1,0 +1,256 @@
+"""A few rows' dense product, and the shrink of the same rows, in one launch.
+
+While a decode step's few rows are multiplied, a GPU does little but read the weight. A
+shrink in a launch of its own costs its latency on top of its bytes; here its programs
+are the last of the product's grid, and end while the others still read. Knows arrays;
+nothing of models.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from punica_jax.pallas_kernels._dispatch import shared_bytes
+from punica_jax.pallas_kernels._page_tiles import (
+    AdapterPages,
+    PageLanes,
+    dot,
+    load,
+    mask_of,
+    tile_rows,
+)
+from punica_jax.pallas_kernels._pool import RANK_PAGE, LoraPool
+from punica_jax.pallas_kernels._segments import Segments
+from punica_jax.pallas_kernels._sgmv import SPLIT_GROUPS, launch_tables
+from punica_jax.pallas_kernels._sgmv_config import (
+    ProjectConfig,
+    ShrinkConfig,
+    project_config,
+    shrink_config,
+)
+
+
+def project(
+    x: Array,
+    weight: Array,
+    lora: tuple[LoraPool, Segments] | None = None,
+    *,
+    bias: Array | None = None,
+    residual: Array | None = None,
+    config: ProjectConfig | None = None,
+    interpret: bool = False,
+) -> tuple[Array, Array | None]:
+    """Launch `x W^T + bias + residual`, rounded once, and with `lora` its shrink.
+
+    Args:
+      x: `[rows, d_in]`; every program holds all rows, so they should be few.
+      weight: `[d_out, d_in]`.
+      lora: adapters, and which rows use them.
+      bias: `[d_out]`.
+      residual: `[rows, d_out]`.
+      config: how the product is cut into programs.
+      interpret: see `resolve`.
+
+    Returns:
+      `[rows, d_out]`; and what `expand` takes, `f32[4, entries, C * max_rank]` (fewer
+      where d_in has fewer splits): the sums of the groups that it would add last,
+      bitwise. Without `lora` None.
+    """
+    rows, d_in = x.shape
+    d_out = weight.shape[0]
+    config = config or project_config(d_in, d_out, x.dtype, shared_bytes())
+    options = {"bias": bias, "residual": residual}
+    options = {name: array for name, array in options.items() if array is not None}
+    shapes = [jax.ShapeDtypeStruct((rows, d_out), x.dtype)]
+    shrinks, operands = None, ()
+    if lora is not None:
+        pool, segments = lora
+        shrinks = _Shrinks.of(pool, segments)
+        operands = (pool.a, *launch_tables(pool, segments))
+        entries = segments.num_passes * segments.num_rows
+        shape = (shrinks.num_groups, entries, pool.num_modules * pool.max_rank)
+        shapes.append(jax.ShapeDtypeStruct(shape, jnp.float32))
+    num_programs = 0 if shrinks is None else shrinks.num_programs
+    out = pl.pallas_call(
+        functools.partial(
+            _project_kernel,
+            option_names=tuple(options),
+            shrinks=shrinks,
+            config=config,
+        ),
+        out_shape=shapes,
+        grid=(pl.cdiv(d_out, config.block_n) + num_programs,),
+        compiler_params=plgpu.CompilerParams(
+            num_warps=config.num_warps, num_stages=config.num_stages
+        ),
+        interpret=interpret,
+        name="lora_project",
+    )(x, weight, *options.values(), *operands)
+    return out[0], out[1] if shrinks is not None else None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Shrinks:
+    """The shrink's programs in a row: groups of splits, of modules, of tiles."""
+
+    num_passes: int
+    num_tiles: int
+    num_modules: int
+    block_rows: int
+    config: ShrinkConfig
+
+    @classmethod
+    def of(cls, pool: LoraPool, segments: Segments) -> "_Shrinks":
+        pages_and_rows = pool.page_table.shape[1], segments.block_rows
+        return cls(
+            num_passes=segments.num_passes,
+            num_tiles=segments.num_tiles,
+            num_modules=pool.num_modules,
+            block_rows=segments.block_rows,
+            config=shrink_config(pool.d_in, pool.dtype, *pages_and_rows),
+        )
+
+    @property
+    def num_groups(self) -> int:
+        """Groups of splits, one a program: as many as leave each program little."""
+        return min(SPLIT_GROUPS, self.config.splits)
+
+    @property
+    def num_programs(self) -> int:
+        tiles = self.num_passes * self.num_tiles
+        return tiles * self.num_modules * self.num_groups
+
+    def place(self, program: Array) -> tuple[Array, Array, Array, Array]:
+        """Return a program's pass, tile, module and group."""
+        rest, group = _divide(program, self.num_groups)
+        rest, module = _divide(rest, self.num_modules)
+        number, tile = _divide(rest, self.num_tiles)
+        return number, tile, module, group
+
+
+def _divide(number: Array, by: int) -> tuple[Array, Array]:
+    return lax.div(number, jnp.int32(by)), lax.rem(number, jnp.int32(by))
+
+
+def _project_kernel(
+    x_ref,  # [rows, d_in]
+    w_ref,  # [d_out, d_in]
+    *refs,  # the options: [d_out], [rows, d_out]; the shrink's operands; y_ref, v_ref
+    option_names: tuple[str, ...],
+    shrinks: _Shrinks | None,
+    config: ProjectConfig,
+):
+    options = dict(zip(option_names, refs, strict=False))
+    program = pl.program_id(0)
+    if shrinks is None:
+        _product(x_ref, w_ref, options, refs[-1], program, config)
+        return
+    *operands, y_ref, v_ref = refs[len(options) :]
+    num_blocks = pl.cdiv(w_ref.shape[0], config.block_n)
+
+    @pl.when(program < num_blocks)
+    def _():
+        _product(x_ref, w_ref, options, y_ref, program, config)
+
+    @pl.when(program >= num_blocks)
+    def _():
+        _shrink_group(x_ref, operands, v_ref, program - num_blocks, shrinks)
+
+
+def _product(
+    x_ref, w_ref, options: dict[str, Any], y_ref, block, config: ProjectConfig
+) -> None:
+    """Write one block of columns of the dense product."""
+    (num_rows, d_in), d_out = x_ref.shape, w_ref.shape[0]
+    row = jnp.arange(max(16, pl.next_power_of_2(num_rows)), dtype=jnp.int32)
+    column = block * config.block_n + jnp.arange(config.block_n, dtype=jnp.int32)
+    live = None if row.size == num_rows else (row < num_rows)[:, None]
+    inside = None if d_out % config.block_n == 0 else column < d_out
+    own = None if inside is None else inside[:, None]
+    whole = d_in % config.block_k == 0
+
+    def add_block(step, acc):
+        k = step * config.block_k + jnp.arange(config.block_k, dtype=jnp.int32)[None, :]
+        there = None if whole else k < d_in
+        x = load(x_ref.at[row[:, None], k], mask_of((row.size, k.size), live, there))
+        w = load(
+            w_ref.at[column[:, None], k], mask_of((column.size, k.size), own, there)
+        )
+        return acc + dot(x, w.T)
+
+    acc = jnp.zeros((row.size, column.size), jnp.float32)
+    acc = lax.fori_loop(0, pl.cdiv(d_in, config.block_k), add_block, acc)
+    if "bias" in options:
+        acc += load(options["bias"].at[column], inside).astype(jnp.float32)[None, :]
+    at = (row[:, None], column[None, :])
+    mask = mask_of(acc.shape, live, None if inside is None else inside[None, :])
+    if "residual" in options:
+        acc += load(options["residual"].at[at], mask).astype(jnp.float32)
+    plgpu.store(y_ref.at[at], acc.astype(y_ref.dtype), mask=mask)
+
+
+def _shrink_group(x_ref, operands, v_ref, program, shrinks: _Shrinks) -> None:
+    """Write a tile's sums of one module over a group of splits.
+
+    Each split's blocks are added as `shrink` adds them, the splits as `expand` does.
+    """
+    a_ref, page_table_ref, num_pages_ref, layer_ref, rows_ref, *tiles = operands
+    tile_slot_ref, tile_first_ref, tile_end_ref = tiles
+    config, block_rows = shrinks.config, shrinks.block_rows
+    number, tile, module, group = shrinks.place(program)
+    d_in = a_ref.shape[3]
+    max_rank = page_table_ref.shape[1] * RANK_PAGE
+    slot = tile_slot_ref[number, tile]
+    tables = page_table_ref, num_pages_ref, layer_ref
+    pages = AdapterPages.of(tables, a_ref, slot, module)
+
+    @pl.when(pages.count > 0)
+    def _():
+        entry, live, row = tile_rows(
+            rows_ref, tile_first_ref, tile_end_ref, number, tile, block_rows
+        )
+        whole = config.splits * config.steps * config.block_d == d_in
+        size = pl.cdiv(config.splits, shrinks.num_groups)
+        # The last groups may be shorter, or empty.
+        num_splits = jnp.clip(config.splits - group * size, 0, size)
+
+        def multiply(lanes: PageLanes, _=None):
+            # Of a single page two blocks a turn, so that more of it is on its way.
+            at_once = 2 if lanes.size == RANK_PAGE and config.steps % 2 == 0 else 1
+            turns = config.steps // at_once
+
+            def add_blocks(turn, sums):
+                total, acc = sums
+                for i in range(at_once):
+                    block = (group * size * turns + turn) * at_once + i
+                    k = block * config.block_d
+                    k = (k + jnp.arange(config.block_d, dtype=jnp.int32))[None, :]
+                    inside = None if whole else k < d_in
+                    x = load(
+                        x_ref.at[row[:, None], k],
+                        mask_of((block_rows, k.size), live[:, None], inside),
+                    )
+                    a = load(
+                        a_ref.at[lanes.page, module, lanes.lane, k],
+                        mask_of((lanes.size, k.size), lanes.used_rows, inside),
+                    )
+                    acc = acc + dot(x, a.T)
+                ends = lax.rem(turn + 1, jnp.int32(turns)) == 0
+                return jnp.where(ends, total + acc, total), jnp.where(ends, 0.0, acc)
+
+            zero = jnp.zeros((block_rows, lanes.size), jnp.float32)
+            total, _ = lax.fori_loop(0, num_splits * turns, add_blocks, (zero, zero))
+            entry_row = number * rows_ref.shape[1] + entry[:, None]
+            column = lanes.columns(module * max_rank, v_ref.shape[2])[None, :]
+            mask = mask_of(zero.shape, live[:, None], lanes.used_columns)
+            plgpu.store(v_ref.at[group, entry_row, column], total, mask=mask)
+
+        pl.when(pages.count == 1)(lambda: multiply(pages.single()))
+        if pages.max_count > 1:
+            pl.when(pages.count > 1)(lambda: pages.fold(multiply, None))

@@ -54,7 +54,7 @@ class Given(Unprojected):
     def is_plain(self) -> bool:
         return False
 
-    def heads(self, implementation: str | None = None) -> tuple[Array, Array, Array]:
+    def heads(self) -> tuple[Array, Array, Array]:
         return self.cut(self.x)
 
 
@@ -88,6 +88,7 @@ class AnyLayer(nnx.Module):
             norms=None,
             num_kv_heads=layer.num_kv_heads,
             head_dim=layer.head_dim,
+            **xla,
         )
         attended = attend(index, given)
         x = x + linear("o", attended.reshape(x.shape[0], -1))

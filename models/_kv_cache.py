@@ -202,7 +202,7 @@ def _store_and_attend(
             **unprojected.linear.arrays,
         )
     else:
-        q, k, v = unprojected.heads(implementation)
+        q, k, v = unprojected.heads()
         k_pages = store_rows(k_pages, k, *place)
         v_pages = store_rows(v_pages, v, *place)
     out = paged_attention(

@@ -164,6 +164,7 @@ class Unprojected:
       rotary: cosine and sine of each row's angles, `[rows, rotary_dim]`.
       norms: of each head of q and of k, or None.
       num_kv_heads, head_dim: how the layer's output is cut (static).
+      implementation: see `punica_jax.pallas_kernels.resolve` (static).
     """
 
     x: Array
@@ -173,15 +174,18 @@ class Unprojected:
     norms: tuple[RMSNorm, RMSNorm] | None
     num_kv_heads: int = dataclasses.field(metadata={"static": True})
     head_dim: int = dataclasses.field(metadata={"static": True})
+    implementation: str | None = dataclasses.field(metadata={"static": True})
 
     @property
     def is_plain(self) -> bool:
         """Whether heads are rotated whole, and nothing comes before it."""
         return self.norms is None and self.rotary[0].shape[-1] == self.head_dim
 
-    def heads(self, implementation: str | None = None) -> tuple[Array, Array, Array]:
+    def heads(self) -> tuple[Array, Array, Array]:
         """Return q, k and v of each row, the first two rotated."""
-        return self.cut(self.linear(self.x, self.lora, implementation=implementation))
+        return self.cut(
+            self.linear(self.x, self.lora, implementation=self.implementation)
+        )
 
     def cut(self, y: Array) -> tuple[Array, Array, Array]:
         """Return `heads` of the layer's output."""

@@ -81,6 +81,7 @@ class DecoderLayer(nnx.Module):
             norms=norms,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
+            implementation=implementation,
         )
         attended = attend(index, unprojected)
         return _feed_forward(self, x, attended, lora, implementation=implementation)
@@ -174,7 +175,8 @@ class Llama(nnx.Module):
           attend: called once a layer as `attend(layer_index, unprojected)`, see
             `Unprojected`; returns `[rows, heads, head_dim]`. `CachedAttention` for
             serving, `dense_causal_attention` for training.
-          lora: the adapters' pools, or None.
+          lora: the adapters' pools, or what else gives `LayerPools` for each
+            `layer(index)`; or None.
           segments: which rows use which adapter, made once a step; None exactly when
             `lora` is.
           implementation: see `punica_jax.pallas_kernels.resolve`.

@@ -9,6 +9,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -45,7 +46,7 @@ class SafetensorsFile:
     path: Path
     tensors: Mapping[str, TensorInfo]
     _handle: Any
-    _fd: int
+    _file: FileIO
     _starts: Mapping[str, int]  # where each tensor's bytes begin
 
     @property
@@ -107,9 +108,16 @@ class SafetensorsFile:
     def _fill(self, start: int, buffers: list[memoryview]) -> None:
         """Fill buffers with the bytes from `start` on."""
         while buffers:
-            num_bytes = os.preadv(self._fd, buffers[:_MAX_BUFFERS], start)
+            try:
+                # Of a closed file there is no number, which may be another's by now.
+                fd = self._file.fileno()
+                num_bytes = os.preadv(fd, buffers[:_MAX_BUFFERS], start)
+            except (OSError, ValueError) as err:
+                raise SafetensorsFileError(
+                    f"{self.path}: cannot be read: {err}"
+                ) from err
             if num_bytes == 0:
-                num_bytes = os.fstat(self._fd).st_size
+                num_bytes = os.fstat(fd).st_size
                 raise SafetensorsFileError(
                     f"{self.path}: not a complete safetensors file ({num_bytes} "
                     "bytes): it has become shorter. Copy or download it again"
@@ -122,7 +130,7 @@ class SafetensorsFile:
 
     def close(self) -> None:
         """Give the file back to the system; arrays read from it stay valid."""
-        os.close(self._fd)
+        self._file.close()
         self._handle.__exit__(None, None, None)
 
     def __enter__(self) -> "SafetensorsFile":
@@ -154,14 +162,14 @@ def open_safetensors(path: str | os.PathLike[str]) -> SafetensorsFile:
     if not path.is_file():
         what = "is a directory" if path.is_dir() else "does not exist"
         raise SafetensorsFileError(f"{path}: a safetensors file is needed, it {what}")
-    fd = os.open(path, os.O_RDONLY)
+    file = path.open("rb", buffering=0)
     try:
         handle: Any = safe_open(str(path), framework="numpy").__enter__()
         # Checked by now, to the last byte; a handle has no word for where bytes begin.
-        header_len = int.from_bytes(os.pread(fd, 8, 0), "little")
-        header = json.loads(os.pread(fd, header_len, 8))
+        header_len = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(header_len))
     except (SafetensorError, OSError, ValueError) as err:
-        os.close(fd)
+        file.close()
         raise SafetensorsFileError(
             f"{path}: not a complete safetensors file ({path.stat().st_size} bytes): "
             f"{err}. Copy or download it again"
@@ -171,4 +179,4 @@ def open_safetensors(path: str | os.PathLike[str]) -> SafetensorsFile:
     for name, one in header.items():
         tensors[name] = TensorInfo(tuple(one["shape"]), one["dtype"])
         starts[name] = 8 + header_len + one["data_offsets"][0]
-    return SafetensorsFile(path, tensors, handle, fd, starts)
+    return SafetensorsFile(path, tensors, handle, file, starts)

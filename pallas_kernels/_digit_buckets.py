@@ -106,11 +106,11 @@ def counts_in(digits: list[tuple[Array, Tile]], num_buckets: int) -> Array:
                     here &= tile.inside
                 packed += jnp.where(here, one, 0)
             pairs += _shift_right(packed, 4 * pair) & 0x000F000F
-        sums = pairs.sum(axis=1)[:, None]
+        sums = pairs.sum(axis=1, dtype=jnp.int32)[:, None]
         field = bucket & (fields - 1)
         count = _shift_right(sums, 16 * _shift_right(field, 2)) & 0xFFFF
         mine = (_shift_right(bucket, width) == word) & ((field & 3) == pair)
-        counts += jnp.where(mine, count, 0).sum(axis=0)
+        counts += jnp.where(mine, count, 0).sum(axis=0, dtype=count.dtype)
     return counts.astype(jnp.float32)
 
 

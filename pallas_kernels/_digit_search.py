@@ -298,4 +298,4 @@ def _digit_of(totals: Array, target: Array) -> Array:
     bucket = jnp.arange(totals.size, dtype=jnp.int32)
     # A share that float32 takes for nothing is a part of the greatest value's weight.
     reached = (bucket > 0) & (totals >= target) & (totals > 0)
-    return jnp.sum(reached.astype(jnp.int32))
+    return jnp.sum(reached, dtype=jnp.int32)

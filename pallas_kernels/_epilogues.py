@@ -110,7 +110,7 @@ def lora_rotary(
       weight: the rows of all of q's heads, then k's, then v's.
       rotary: cosine and sine of each row's angles, both halves of the lanes alike.
       k_pages, v_pages: the cache of this layer; changed in place where XLA may.
-      page: each row's page; a row whose page is out of range stores nothing.
+      page: each row's page, 0 or more; a row with one past the last stores nothing.
       offset: each row's place in its page. No two rows may share one.
       lora: the pool's modules are q, k and v.
 

@@ -74,6 +74,7 @@ class LoraPool:
     @property
     def layer_index(self) -> Array:
         """Which of them this is, `i32[1]`."""
+        assert self.layer is not None or self.num_layers == 1, self.num_layers
         return jnp.zeros(1, jnp.int32) if self.layer is None else self.layer
 
     @property

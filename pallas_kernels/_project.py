@@ -51,14 +51,14 @@ def project(
     Args:
       x: `[rows, d_in]`; every program holds all rows, so they should be few.
       weight: `[d_out, d_in]`.
-      lora: adapters, and which rows use them.
+      lora: adapters, and which rows use them, one a row.
       bias: `[d_out]`.
       residual: `[rows, d_out]`.
       config: how the product is cut into programs.
       interpret: see `resolve`.
 
     Returns:
-      `[rows, d_out]`; and what `expand` takes, `f32[4, entries, C * max_rank]` (fewer
+      `[rows, d_out]`; and what `expand` takes, `f32[4, rows, C * max_rank]` (fewer
       where d_in has fewer splits): the sums of the groups that it would add last,
       bitwise. Without `lora` None.
     """
@@ -73,8 +73,8 @@ def project(
         pool, segments = lora
         shrinks = _Shrinks.of(pool, segments)
         operands = (pool.a, *launch_tables(pool, segments))
-        entries = segments.num_passes * segments.num_rows
-        shape = (shrinks.num_groups, entries, pool.num_modules * pool.max_rank)
+        assert segments.num_passes == 1, segments.num_passes
+        shape = (shrinks.num_groups, rows, pool.num_modules * pool.max_rank)
         shapes.append(jax.ShapeDtypeStruct(shape, jnp.float32))
     num_programs = 0 if shrinks is None else shrinks.num_programs
     out = pl.pallas_call(
@@ -99,7 +99,6 @@ def project(
 class _Shrinks:
     """The shrink's programs in a row: groups of splits, of modules, of tiles."""
 
-    num_passes: int
     num_tiles: int
     num_modules: int
     block_rows: int
@@ -109,7 +108,6 @@ class _Shrinks:
     def of(cls, pool: LoraPool, segments: Segments) -> "_Shrinks":
         pages_and_rows = pool.page_table.shape[1], segments.block_rows
         return cls(
-            num_passes=segments.num_passes,
             num_tiles=segments.num_tiles,
             num_modules=pool.num_modules,
             block_rows=segments.block_rows,
@@ -123,15 +121,13 @@ class _Shrinks:
 
     @property
     def num_programs(self) -> int:
-        tiles = self.num_passes * self.num_tiles
-        return tiles * self.num_modules * self.num_groups
+        return self.num_tiles * self.num_modules * self.num_groups
 
-    def place(self, program: Array) -> tuple[Array, Array, Array, Array]:
-        """Return a program's pass, tile, module and group."""
+    def place(self, program: Array) -> tuple[Array, Array, Array]:
+        """Return a program's tile, module and group."""
         rest, group = _divide(program, self.num_groups)
-        rest, module = _divide(rest, self.num_modules)
-        number, tile = _divide(rest, self.num_tiles)
-        return number, tile, module, group
+        tile, module = _divide(rest, self.num_modules)
+        return tile, module, group
 
 
 def _divide(number: Array, by: int) -> tuple[Array, Array]:
@@ -203,17 +199,17 @@ def _shrink_group(x_ref, operands, v_ref, program, shrinks: _Shrinks) -> None:
     a_ref, page_table_ref, num_pages_ref, layer_ref, rows_ref, *tiles = operands
     tile_slot_ref, tile_first_ref, tile_end_ref = tiles
     config, block_rows = shrinks.config, shrinks.block_rows
-    number, tile, module, group = shrinks.place(program)
+    tile, module, group = shrinks.place(program)
     d_in = a_ref.shape[3]
     max_rank = page_table_ref.shape[1] * RANK_PAGE
-    slot = tile_slot_ref[number, tile]
+    slot = tile_slot_ref[0, tile]
     tables = page_table_ref, num_pages_ref, layer_ref
     pages = AdapterPages.of(tables, a_ref, slot, module)
 
     @pl.when(pages.count > 0)
     def _():
         entry, live, row = tile_rows(
-            rows_ref, tile_first_ref, tile_end_ref, number, tile, block_rows
+            rows_ref, tile_first_ref, tile_end_ref, 0, tile, block_rows
         )
         whole = config.splits * config.steps * config.block_d == d_in
         size = pl.cdiv(config.splits, shrinks.num_groups)
@@ -246,10 +242,9 @@ def _shrink_group(x_ref, operands, v_ref, program, shrinks: _Shrinks) -> None:
 
             zero = jnp.zeros((block_rows, lanes.size), jnp.float32)
             total, _ = lax.fori_loop(0, num_splits * turns, add_blocks, (zero, zero))
-            entry_row = number * rows_ref.shape[1] + entry[:, None]
             column = lanes.columns(module * max_rank, v_ref.shape[2])[None, :]
             mask = mask_of(zero.shape, live[:, None], lanes.used_columns)
-            plgpu.store(v_ref.at[group, entry_row, column], total, mask=mask)
+            plgpu.store(v_ref.at[group, entry[:, None], column], total, mask=mask)
 
         pl.when(pages.count == 1)(lambda: multiply(pages.single()))
         if pages.max_count > 1:

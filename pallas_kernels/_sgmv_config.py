@@ -114,8 +114,9 @@ def project_config(
         block_n, block_k, num_stages = 64, 128, 3
     block_n = min(block_n, max(16, pl.next_power_of_2(d_out)))
     block_k = min(block_k, max(16, pl.next_power_of_2(d_in)))
-    # A block of the weight and one of the rows; the shrink's are smaller.
-    stage_bytes = (block_n + MAX_PROJECT_ROWS) * block_k * jnp.dtype(dtype).itemsize
+    # A block of the weight and one of the rows; or four rank pages and a tile.
+    values = max((block_n + MAX_PROJECT_ROWS) * block_k, (64 + 16) * 128)
+    stage_bytes = values * jnp.dtype(dtype).itemsize
     return ProjectConfig(
         block_n=block_n,
         block_k=block_k,

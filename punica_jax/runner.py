@@ -38,6 +38,9 @@ from punica_jax.step import run_step
 _GPU_OPTIONS = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
 
 
+# Programs compiled at a time: each takes some host memory.
+_MAX_COMPILING = 8
+
 # What a sequence gets for a token whose logits are not all finite.
 NO_TOKEN = -1
 
@@ -239,16 +242,23 @@ class Runner:
           Each bucket once its program is there, and the seconds that it took.
         """
 
-        def compile_one(bucket: Bucket) -> tuple[Bucket, float]:
-            start_s = time.monotonic()
-            self.lower(Batch.of([], bucket, pages_per_seq)).compile()
+        def compile_one(bucket: Bucket, lowered: jax.stages.Lowered, start_s: float):
+            lowered.compile()
             return bucket, time.monotonic() - start_s
 
-        # XLA takes most of the time, and no lock of Python's.
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            jobs = [pool.submit(compile_one, bucket) for bucket in buckets]
+        # XLA takes most of the time, and no lock of Python's. Lowered here, since a
+        # thread of its own would not know the caller's configuration of JAX.
+        pool = ThreadPoolExecutor(min(_MAX_COMPILING, os.cpu_count() or 1))
+        jobs = []
+        try:
+            for bucket in buckets:
+                start_s = time.monotonic()
+                lowered = self.lower(Batch.of([], bucket, pages_per_seq))
+                jobs.append(pool.submit(compile_one, bucket, lowered, start_s))
             for job in as_completed(jobs):
                 yield job.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
 
     def warm_up(self, buckets: Iterable[Bucket], pages_per_seq: int) -> None:
         """Run the programs of some buckets without a live row, all that there are.

@@ -18,7 +18,11 @@ from punica_jax.pallas_kernels import (
     rms_norm,
     segment_metadata,
 )
-from punica_jax.pallas_kernels._sgmv_config import MAX_PROJECT_ROWS, project_config
+from punica_jax.pallas_kernels._sgmv_config import (
+    MAX_PROJECT_ROWS,
+    project_config,
+    shrink_config,
+)
 from tests.sgmv_cases import TOLERANCE, make_case, slots_of
 
 GPU = pytest.param("pallas_triton", marks=pytest.mark.gpu)
@@ -412,7 +416,9 @@ def test_the_product_beside_the_base_is_that_of_two_launches(d_in, implementatio
 @pytest.mark.parametrize("d_out", [24, 4096, 6144, 28672])
 def test_a_program_fits_its_multiprocessor(d_in, d_out, dtype, kib):
     config = project_config(d_in, d_out, dtype, kib * 1024)
-    values = config.block_k * (config.block_n + MAX_PROJECT_ROWS)
+    product = config.block_k * (config.block_n + MAX_PROJECT_ROWS)
+    shrink = shrink_config(d_in, dtype, 4, 16).block_d * (16 + 64)
+    values = product if dtype == "float32" else max(product, shrink)
     needed = config.num_stages * values * jnp.dtype(dtype).itemsize
     assert needed <= kib * 1024 and config.num_stages >= 2
 

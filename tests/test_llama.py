@@ -256,6 +256,7 @@ def test_dense_attention_checks_its_rows():
         norms=None,
         num_kv_heads=4,
         head_dim=8,
+        implementation=None,
     )
     with pytest.raises(ValueError, match="multiple of seq_len 4, got 10"):
         dense_causal_attention(4)(0, unprojected)
@@ -436,3 +437,18 @@ def test_free_pages_and_free_places_may_hold_nan(model, tokens, max_query_len):
 def test_model_inside_another_jit(model, tokens, expected):
     outer = jax.jit(lambda model, tokens: dense_logits(model, tokens) * 2)
     np.testing.assert_allclose(outer(model, tokens), 2 * expected, atol=1e-4)
+
+
+def test_the_implementation_is_the_callers_everywhere(model, monkeypatch):
+    asked = set()
+
+    def resolve(implementation):
+        asked.add(implementation)
+        return "xla"
+
+    for name in ("_epilogues", "_norm", "_ops"):
+        monkeypatch.setattr(f"punica_jax.pallas_kernels.{name}.resolve", resolve)
+    tokens = jnp.zeros(6, jnp.int32)
+    # A width of rows that no other test traces.
+    model(tokens, tokens, dense_causal_attention(3), implementation="pallas_interpret")
+    assert asked == {"pallas_interpret"}

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import re
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from safetensors import safe_open
+from safetensors.numpy import save_file
 
 from punica_jax.models import MODULE_GROUPS
 from punica_jax.models._peft import (
@@ -18,6 +20,7 @@ from punica_jax.models._peft import (
     read_rank,
     save_adapter,
 )
+from punica_jax.models._safetensors import SafetensorsFileError, open_safetensors
 from tests.adapter_cases import (
     CONFIG,
     GOLDEN_CONFIG,
@@ -376,3 +379,18 @@ def test_what_cannot_be_read_is_not_written(tmp_path, tensors, fields, text):
     with pytest.raises(AdapterError, match=re.escape(text)):
         save_adapter(tmp_path / "new", CONFIG, dict.fromkeys(tensors, pair), **fields)
     assert not (tmp_path / "new").exists()
+
+
+def test_a_file_that_shrinks_or_is_closed_is_named(tmp_path):
+    path = tmp_path / "x.safetensors"
+    save_file({"x": np.arange(1000, dtype=np.float32)}, path)
+    target = {"x": [np.zeros(1000, np.float32)]}
+    with open_safetensors(path) as file:
+        file.read_into(target)
+        os.truncate(path, 2000)
+        with pytest.raises(SafetensorsFileError, match=r"2000 bytes.*become shorter"):
+            file.read_into(target)
+    file.close()  # twice closes nobody else's file
+    with pytest.raises(SafetensorsFileError, match=r"x\.safetensors: cannot be read"):
+        file.read_into(target)
+    np.testing.assert_array_equal(target["x"][0][:100], np.arange(100))

@@ -76,8 +76,10 @@ def nucleus(
       implementation: see `resolve`.
 
     Returns:
-      The value's key, see `order_keys`; where the share is off the least int32, below
-      every key, and also where the rounded sum of everything does not reach it.
+      The value's key, see `order_keys`, or where sums were rounded a number between it
+      and the next lower value's: a filter keeps the same. Where the share is off the
+      least int32, below every key, and also where the rounded sum of everything does
+      not reach it.
     """
     implementation = resolve(implementation)
     top = jnp.max(values, axis=-1)

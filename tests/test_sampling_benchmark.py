@@ -1,4 +1,5 @@
 import json
+from pathlib import Path
 
 import pytest
 
@@ -23,3 +24,15 @@ def test_every_case_is_timed(tmp_path):
     for record in records:
         assert record["us"] > 0 and (record["rows"], record["vocab"]) == (3, 600)
         assert record["share"] == pytest.approx(record["us"] / 6290)
+
+
+def test_what_was_measured_meets_its_budget():
+    path = Path(sampling.__file__).parent / "results" / "sampling_h200.jsonl"
+    records = {}
+    for line in path.read_text().splitlines():
+        record = json.loads(line)
+        records[record["case"]] = record
+    for case in ("greedy", "temperature", "top_k", "top_p", "draw"):
+        record = records[case]
+        assert (record["rows"], record["vocab"]) == (32, 128256)
+        assert record["share"] <= sampling.BUDGET == 0.03, case

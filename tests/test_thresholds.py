@@ -34,6 +34,8 @@ EVERY_SIZE = [
         pytest.param("pallas_interpret", vocab, marks=pytest.mark.grid)
         for vocab in (1, 33, 600, 4096, 9001)
     ),
+    # Of so many the rounded sums leave a limit between two values.
+    pytest.param("pallas_interpret", 128256, marks=pytest.mark.slow),
     *(
         pytest.param("pallas_triton", vocab, marks=pytest.mark.gpu)
         for vocab in (1, 8, 33, 600, 4096, 9001, 128256)

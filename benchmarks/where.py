@@ -55,11 +55,12 @@ _BY_FUNCTION = (
     ("shrink", r"\bshrink$"),
     ("expand", r"\b(expand|_?lora|lora_\w+|gather_lora|launch_\w+|Stack\.add)$"),
     ("attention", r"\b(paged_attention|_attend|\w*_attention)$"),
-    ("base products", r"\b(matmul_rows|LoraLinear\.__call__|Llama\.logits)$"),
+    ("base products", r"\b(matmul_rows|linear|LoraLinear\.__call__|Llama\.logits)$"),
     ("cache writes", r"\b(CachedAttention\.\w+|SeqTable\.\w+|store_rows)$"),
     ("sampling", r"\b(sample|most_likely|draw|_gumbel_noise)\b"),
     ("segments", r"\bsegment_metadata\b"),
     ("norms and rotary", r"\b(RMSNorm\.__call__|rotate|rotary|rotary_tables)$"),
+    (OTHER, r"\bgated$"),
 )
 GROUPS = (*dict((*_BY_FUNCTION, *_BY_NAME, (OTHER, ""))), "gaps")
 

@@ -242,7 +242,8 @@ def test_two_thousand_requests_leave_nothing(root, alone, compiles):
             gc.collect()
             assert not sequences, "nobody holds them any more"
             counts.append(len(gc.get_objects()))
-            assert threading.active_count() <= num_threads + 3  # they read and copy
+            # They read, copy and examine.
+            assert threading.active_count() <= num_threads + 5
         stats = engine.stats()
         assert stats.num_preempted > 20
         every = [stats.base, *stats.adapters.values()]

@@ -371,7 +371,14 @@ def run_linear(x, weight, lora, bias, residual, *, implementation):
 
 
 @pytest.mark.parametrize(("dtype", "implementation"), LINEAR_DTYPES)
-@pytest.mark.parametrize("rows", [1, ROWS, 70])  # the last are too many for one launch
+@pytest.mark.parametrize(
+    "rows",
+    [
+        pytest.param(1, marks=pytest.mark.grid),
+        ROWS,
+        pytest.param(70, marks=pytest.mark.grid),  # too many for one launch
+    ],
+)
 def test_linear(rows, dtype, implementation):
     case, weight, bias = linear_case(dtype, rows)
     slots = np.random.default_rng(1).integers(-1, len(RANKS), rows, dtype=np.int32)
@@ -389,7 +396,14 @@ def test_linear(rows, dtype, implementation):
 
 
 @pytest.mark.parametrize("implementation", ["pallas_interpret", GPU])
-@pytest.mark.parametrize("d_in", [136, 1320, 2504])
+@pytest.mark.parametrize(
+    "d_in",
+    [
+        pytest.param(136, marks=pytest.mark.grid),
+        1320,
+        pytest.param(2504, marks=pytest.mark.grid),
+    ],
+)
 def test_the_product_beside_the_base_is_that_of_two_launches(d_in, implementation):
     case, weight, _ = linear_case("bfloat16", d_in=d_in)
     slots = some_slots(case)

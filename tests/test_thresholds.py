@@ -25,14 +25,22 @@ IMPLEMENTATIONS = [
     pytest.param("pallas_triton", marks=pytest.mark.gpu),
 ]
 every = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+every_in_grid = pytest.mark.parametrize(
+    "implementation",
+    [
+        "xla",
+        pytest.param("pallas_interpret", marks=pytest.mark.grid),
+        pytest.param("pallas_triton", marks=pytest.mark.gpu),
+    ],
+)
 # Vocabularies of one value, part of a chunk, one chunk, and some; every interpreted
 # search of a shape compiles for two seconds.
 EVERY_SIZE = [
     *(("xla", vocab) for vocab in (1, 8, 33, 600, 4096, 9001)),
-    *(("pallas_interpret", vocab) for vocab in (8, 5000)),
+    ("pallas_interpret", 5000),
     *(
         pytest.param("pallas_interpret", vocab, marks=pytest.mark.grid)
-        for vocab in (1, 33, 600, 4096, 9001)
+        for vocab in (1, 8, 33, 600, 4096, 9001)
     ),
     # Of so many the rounded sums leave a limit between two values.
     pytest.param("pallas_interpret", 128256, marks=pytest.mark.slow),
@@ -189,7 +197,7 @@ def test_a_tiny_temperature_leaves_the_largest(implementation, temperature):
     np.testing.assert_array_equal(found, np.asarray(_keys(values)).max(axis=1))
 
 
-@every
+@every_in_grid
 def test_neighbours_change_no_bit(implementation):
     rng = np.random.default_rng(4)
     width = 128256 if implementation == "pallas_triton" else 600
@@ -241,10 +249,13 @@ def test_a_vocabulary_of_128k():
 CONFIGS = [
     # Sixteen steps of a thread; launches that wait and that read ahead.
     DigitConfig(digits=(3, 4, 5, 5, 5, 5, 5), chunk=2048, num_warps=1, num_eager=1),
-    DigitConfig(digits=(6, 6, 6, 6, 6, 2), chunk=32, num_eager=0),
-    DigitConfig(digits=(1, 3, 4) * 4, chunk=64, num_eager=12),
-    pytest.param(
-        DigitConfig(digits=(1,) * 32, chunk=128, num_warps=8), marks=pytest.mark.grid
+    *(
+        pytest.param(config, marks=pytest.mark.grid)
+        for config in (
+            DigitConfig(digits=(6, 6, 6, 6, 6, 2), chunk=32, num_eager=0),
+            DigitConfig(digits=(1, 3, 4) * 4, chunk=64, num_eager=12),
+            DigitConfig(digits=(1,) * 32, chunk=128, num_warps=8),
+        )
     ),
 ]
 

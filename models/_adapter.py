@@ -7,7 +7,7 @@ slots.
 import functools
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -243,10 +243,13 @@ def _copy(source: np.ndarray, target: np.ndarray) -> None:
     target[...] = source
 
 
-def _measure(parts: Sequence[_Part]) -> Iterator[ReportRow]:
-    """Compute what a report says of each module."""
+def _measure(parts: Sequence[_Part], known: Iterable[ReportRow]) -> Iterator[ReportRow]:
+    """Compute what a report says of each module, but for norms that are known."""
+    norms = {tuple(labels): norm for *labels, norm in known}
     for module, (_, _, rank, scale), a_pages, b_pages, is_folded in parts:
-        a = np.concatenate([page[0] for page in a_pages])
-        b = np.concatenate(b_pages, axis=1)
-        norm = delta_norm(a, b, 1.0 if is_folded else scale)
-        yield ReportRow(module.layer, module.name, rank, scale, norm)
+        labels = module.layer, module.name, rank, scale
+        if (norm := norms.get(labels)) is None:
+            a = np.concatenate([page[0] for page in a_pages])
+            b = np.concatenate(b_pages, axis=1)
+            norm = delta_norm(a, b, 1.0 if is_folded else scale)
+        yield ReportRow(*labels, norm)

@@ -6,7 +6,7 @@ Knows numbers and, until the norms have been computed, what computes them.
 import math
 import threading
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -30,6 +30,9 @@ class ReportRow(NamedTuple):
     delta_norm: float
 
 
+Measure: TypeAlias = Callable[[Iterable[ReportRow]], Iterable[ReportRow]]
+
+
 class AdapterReport:
     """What an adapter binds, one row for each module; `str` prints it as a table.
 
@@ -40,23 +43,27 @@ class AdapterReport:
       rank: the greatest rank; known at once.
     """
 
-    def __init__(self, rank: int, measure: Callable[[], Iterable[ReportRow]]) -> None:
+    def __init__(self, rank: int, measure: Measure) -> None:
         """Make a report that is not complete.
 
         Args:
           rank: the greatest rank.
-          measure: computes the rows.
+          measure: computes the rows, given those of the same weights that are known.
         """
         self.rank = rank
-        self._measure: Callable[[], Iterable[ReportRow]] | None = measure
+        self._measure: Measure | None = measure
         self._rows: tuple[ReportRow, ...] = ()
         self._lock = threading.Lock()
 
-    def complete(self) -> "AdapterReport":
-        """Compute what has not been yet, and let the weights go; return itself."""
+    def complete(self, known: Iterable[ReportRow] = ()) -> "AdapterReport":
+        """Compute what has not been yet, and let the weights go; return itself.
+
+        Args:
+          known: rows of another report of the same weights.
+        """
         with self._lock:
             if self._measure is not None:
-                self._rows = tuple(self._measure())
+                self._rows = tuple(self._measure(known))
                 self._measure = None
         return self
 

@@ -23,7 +23,7 @@ class AdapterRegistry(Mapping[str, Version]):
         self._current: dict[str, Version] = {}
         self._candidates: dict[Version, None] = {}  # not adopted yet
         self._retired: dict[Version, None] = {}
-        self._wanted: dict[Version, None] = {}  # to be brought to the device
+        self._pinned: dict[Version, None] = {}  # to be on the device, and to stay
         self._numbers = itertools.count(1)
 
     def __getitem__(self, name: str) -> Version:
@@ -78,9 +78,9 @@ class AdapterRegistry(Mapping[str, Version]):
         return version
 
     def want(self, version: Version) -> None:
-        """Bring a version to the device when there is room; it is pinned meanwhile."""
-        version.is_pinned = True
-        self._wanted[version] = None
+        """Bring a version to the device when there is room, and keep it there."""
+        version.forgive()
+        self._pinned[version] = None
 
     def adopt(self, version: Version, *, is_pinned: bool = False) -> None:
         """Let requests from now on get a version that was prepared."""
@@ -111,20 +111,21 @@ class AdapterRegistry(Mapping[str, Version]):
     def pin(self, name: str, is_pinned: bool = True) -> None:
         """Bring an adapter to the device and keep it there, or let it go again.
 
+        While there is no room for it, it waits.
+
         Raises:
           UnknownAdapterError: no adapter has that name.
         """
         version = self[name]
-        version.is_pinned = is_pinned
         if is_pinned:
-            self._wanted[version] = None
+            self.want(version)
         else:
-            self._wanted.pop(version, None)
+            self._pinned.pop(version, None)
 
     def _retire(self, version: Version) -> None:
         """Let a version go as soon as nobody holds it."""
         self._retired[version] = None
-        self._wanted.pop(version, None)
+        self._pinned.pop(version, None)
         self._settle(version)
 
     def _settle(self, version: Version) -> None:

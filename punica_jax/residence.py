@@ -7,18 +7,19 @@ to the device is given to it, and runs in other threads: steps go on meanwhile.
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, Future
-from typing import Any
+from typing import Any, TypeAlias
 
 from punica_jax.adapters import AdapterTable
 from punica_jax.placements import AdapterCapacityError, Held
 from punica_jax.registry import AdapterRegistry
 from punica_jax.versions import Device, HostAdapter, HostCache, Version
 
+_Take: TypeAlias = Callable[[Version, Any], None]
 # Files that are read at one time, and copies: those that wait longest come first.
 _MAX_READS = 4
 _MAX_STAGED = 2
-# Adapters whose digests and reports are not known yet: each of them is kept for that,
-# and no further file is read before there are fewer.
+# Adapters whose digests and reports are not known yet: they stay in host memory, and no
+# further file is read before there are fewer.
 _MAX_EXAMINED = 8
 
 
@@ -48,7 +49,8 @@ class AdapterResidence(AdapterRegistry):
           device: copies adapters there.
           executor: runs what takes time, in other threads.
           host_bytes: most bytes of adapters in host memory, but for one that has just
-            been read and is wanted on the device.
+            been read and is wanted on the device, and those that are being copied or
+            whose digests are being computed.
           copier: runs the copies to the device, where files must not hold them up.
           examiner: computes digests and reports, which must not hold up files.
           num_spare: slots that only a version takes that is to replace another one.
@@ -65,7 +67,7 @@ class AdapterResidence(AdapterRegistry):
         self._on_host = HostCache(host_bytes)
         # In the order of last use.
         self._placed: dict[Version, None] = {}
-        self._tasks: dict[Version, tuple[Callable[[Version, Any], None], Future]] = {}
+        self._tasks: dict[tuple[Version, _Take], Future] = {}
         self._renames: list[tuple[Any, Any]] = []
 
     @property
@@ -82,6 +84,7 @@ class AdapterResidence(AdapterRegistry):
         if name is None:
             return self._table.claim(None)
         version = self[name]
+        version.forgive()
         if version.error is not None:
             raise version.error
         if version.placement is None and not self._place(version):
@@ -112,7 +115,7 @@ class AdapterResidence(AdapterRegistry):
     def poll(self) -> None:
         """Take what other threads have brought, and start what follows."""
         num_staged = 0
-        for version, (take, task) in list(self._tasks.items()):
+        for (version, take), task in list(self._tasks.items()):
             if not task.done():
                 continue
             if take == self._take_staged:
@@ -120,28 +123,23 @@ class AdapterResidence(AdapterRegistry):
                 if num_staged > 1:  # its launches would hold up the next step
                     self._wake()
                     continue
-            del self._tasks[version]
+            del self._tasks[version, take]
             error = task.exception()
             if error is None:
                 take(version, task.result())
-            else:
+            elif take != self._take_examined:  # without a digest it shares no pages
                 self._fail(version, error)
             self._settle(version)
-        for version in list(self._wanted):
+            just_read = {version} if take == self._take_read else set()
+            self._on_host.trim(keep=self._in_work | just_read)
+        for version in list(self._pinned):
             if version.placement is None and version.error is None:
                 try:
                     self._place(version)
                 except AdapterCapacityError as error:
-                    self._unwant(version, error)
-            if version.placement is not None or version.error is not None:
-                self._wanted.pop(version, None)
-
-    def _unwant(self, version: Version, error: AdapterCapacityError) -> None:
-        """Give up to bring a version that finds no room."""
-        del self._wanted[version]
-        version.is_pinned = False
-        if version in self._candidates:
-            self._fail(version, error)
+                    # Who loads it is told; else it waits until there are fewer pins.
+                    if version in self._candidates and version.error is None:
+                        self._fail(version, error)
 
     def give_up(self, error: Exception) -> None:
         """Let nobody wait for what will not come any more."""
@@ -160,13 +158,19 @@ class AdapterResidence(AdapterRegistry):
         self._table.check_integrity()
         versions = {*self._current.values(), *self._retired, *self._candidates}
         assert not self._retired.keys() & set(self._current.values())
-        assert {*self._on_host, *self._placed, *self._tasks, *self._wanted} <= versions
+        in_work = self._in_work
+        assert {*self._on_host, *self._placed, *in_work, *self._pinned} <= versions
+        assert not self._retired.keys() & self._pinned.keys()
+        for version, take in self._tasks:
+            assert (version.host is None) == (take == self._take_read), version.key
+        num_kept = sum(one not in in_work for one in self._on_host)
+        assert self._on_host.nbytes <= self._on_host.budget or num_kept <= 1
         for version in versions:
             assert (version.placement is not None) == (version in self._placed)
             assert (version.host is not None) == (version in self._on_host)
             assert version in self._placed or not (version.num_users or version.ready)
         for version in self._retired:
-            assert version.num_users or version in self._tasks, version.key
+            assert version.num_users or version in in_work, version.key
         assert {one.key for one in self._placed if one.ready} == set(self._table)
 
     def _place(self, version: Version) -> bool:
@@ -178,7 +182,7 @@ class AdapterResidence(AdapterRegistry):
         version.lacks_room = False
         if version.asked_s is None:
             version.asked_s = time.monotonic()
-        if version in self._tasks:
+        if self._is_moving(version):
             return False
         num_pages = version.num_pages
         if version.host is None:
@@ -202,6 +206,7 @@ class AdapterResidence(AdapterRegistry):
             return False
         leaving = self._idle_for(version, num_pages)
         if leaving is None:
+            self._on_host.touch(version)  # it would only be read again
             self._check_pins(version, num_pages)
             version.lacks_room = True
             return False
@@ -210,8 +215,7 @@ class AdapterResidence(AdapterRegistry):
             one.stats.num_evictions += 1
         version.placement = self._table.allocate(version.key, num_pages, host.rank)
         self._placed[version] = None
-        stage = self._device.stage
-        self._start(version, lambda: (host, stage(host)), self._take_staged)
+        self._start(version, lambda: self._device.stage(host), self._take_staged)
         return True
 
     def _idle_for(
@@ -229,7 +233,7 @@ class AdapterResidence(AdapterRegistry):
 
     def _check_pins(self, version: Version, num_pages: Mapping[str, int]) -> None:
         """Raise if those that are pinned leave no room, however long one waits."""
-        pinned = [one for one in self._current.values() if one.is_pinned]
+        pinned = (self._pinned.keys() & self._placed.keys()) - self._candidates.keys()
         others = [one for one in self._placed if one not in pinned]
         if not self._would_fit(version, num_pages, others):
             raise AdapterCapacityError(
@@ -248,11 +252,19 @@ class AdapterResidence(AdapterRegistry):
             num_spare = self._num_spare - sum(one in self._placed for one in both)
         return self._table.would_fit(num_pages, placements, num_spare=max(num_spare, 0))
 
-    def _num_under_way(self, take: Callable[[Version, Any], None]) -> int:
-        return sum(one == take for one, _ in self._tasks.values())
+    @property
+    def _in_work(self) -> set[Version]:
+        return {version for version, _ in self._tasks}
+
+    def _is_moving(self, version: Version) -> bool:
+        takes = self._take_read, self._take_staged
+        return any((version, take) in self._tasks for take in takes)
+
+    def _num_under_way(self, take: _Take) -> int:
+        return sum(one == take for _, one in self._tasks)
 
     def _is_idle(self, version: Version) -> bool:
-        return version.ready and not version.num_users and not version.is_pinned
+        return version.ready and not version.num_users and version not in self._pinned
 
     def _displace(self, version: Version) -> None:
         """Take a version off the device; no row of a step in flight names it."""
@@ -264,18 +276,13 @@ class AdapterResidence(AdapterRegistry):
         version.placement, version.ready = None, False
         del self._placed[version]
 
-    def _start(
-        self,
-        version: Version,
-        work: Callable[[], Any],
-        take: Callable[[Version, Any], None],
-    ) -> None:
+    def _start(self, version: Version, work: Callable[[], Any], take: _Take) -> None:
         others = {
             self._take_staged: self._copier,
             self._take_examined: self._examiner,
         }
         task = others.get(take, self._executor).submit(work)
-        self._tasks[version] = take, task
+        self._tasks[version, take] = task
         task.add_done_callback(lambda _: self._wake())
 
     def _take_read(self, version: Version, host: HostAdapter) -> None:
@@ -286,9 +293,9 @@ class AdapterResidence(AdapterRegistry):
         version.num_pages = {one: host.num_pages(one) for one in self._table.groups}
         self._on_host.add(version, host)
 
-    def _take_staged(self, version: Version, copied: tuple[HostAdapter, Any]) -> None:
-        (host, staged), placement = copied, version.placement
-        assert placement is not None
+    def _take_staged(self, version: Version, staged: Any) -> None:
+        host, placement = version.host, version.placement
+        assert host is not None and placement is not None
         pages = placement.pages
         version.is_finite = self._device.place(placement.slot, staged, pages)
         self._table.publish(placement, staged.report)
@@ -299,12 +306,14 @@ class AdapterResidence(AdapterRegistry):
         if version.asked_s is not None:
             version.stats.load_s.add(time.monotonic() - version.asked_s)
             version.asked_s = None
-        self._on_host.trim()
-        if version.weights[0] != "digest":
+        is_examined = (version, self._take_examined) in self._tasks
+        if version.weights[0] != "digest" and not is_examined:
             # Nobody waits for it: pages of other versions can be shared from then on.
-            self._start(version, lambda: _examine(host), self._take_examined)
+            known = version.examined
+            self._start(version, lambda: _examine(host, known), self._take_examined)
 
     def _take_examined(self, version: Version, found: tuple[str, Any]) -> None:
+        version.examined = found
         digest, version.report = found
         old, version.weights = version.weights, ("digest", digest)
         self._renames.append((old, version.weights))
@@ -313,7 +322,7 @@ class AdapterResidence(AdapterRegistry):
         """Note what is wrong; whoever holds it looks at that and lets go."""
         if not isinstance(error, ValueError):
             # A device that is full now may have room later.
-            version.is_transient = version.placement is not None
+            version.is_transient = version.host is not None
             error = ValueError(f"adapter {version.name!r} cannot be loaded: {error}")
         version.error = error
         version.asked_s = None
@@ -324,19 +333,24 @@ class AdapterResidence(AdapterRegistry):
     def _settle(self, version: Version) -> None:
         """Free what a version has that is retired or bad, once nobody needs it."""
         is_retired = version in self._retired
-        if version.num_users or version in self._tasks:
+        if version.num_users or self._is_moving(version):
             return
         if is_retired or version.error is not None:
-            self._on_host.drop(version)
             if version.placement is not None:
                 self._displace(version)
-        if version.is_transient:
-            version.error, version.is_transient = None, False
+            if version in self._in_work:  # its digest is computed
+                return
+            self._on_host.drop(version)
         if is_retired:
             del self._retired[version]
             version.gone.set_result(None)
 
 
-def _examine(host: HostAdapter) -> tuple[str, Any]:
-    """Return an adapter's digest and its report, complete."""
-    return host.digest(), host.report.complete()
+def _examine(host: HostAdapter, known: tuple[str, Any] | None) -> tuple[str, Any]:
+    """Return an adapter's digest and its report, complete.
+
+    Norms are not computed again if these are the weights whose report is known.
+    """
+    digest = host.digest()
+    rows = known[1].rows if known is not None and known[0] == digest else ()
+    return digest, host.report.complete(rows)

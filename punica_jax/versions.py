@@ -3,7 +3,7 @@
 Plain Python: knows a name, users and bytes; what moves them is `residence`.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Literal, Protocol
 
@@ -59,16 +59,16 @@ class Version:
       stats: those of the name.
       weights: stands for these weights and for no others ever.
       num_users: sequences that hold it.
-      is_pinned: whether it is brought to the device and stays there.
       host: its weights, while they are in host memory.
       num_pages: module group -> rank pages, and nbytes: bytes on the host; as they were
         when it was read last.
       placement: its slot and pages, while it has them.
       ready: whether rows can use it.
       lacks_room: whether room is what it waited for when it was wanted last.
-      is_transient: whether its error goes when nobody holds it any more.
+      is_transient: whether its error goes when it is asked for again.
       report: which modules it changes and by how much, once it has been read; None
-        again if it left host memory without ever having been on the device.
+        again if it left host memory before its digest was known.
+      examined: the digest and the complete report of what was read before, if any.
       loaded: done when it was ready for the first time, or failed.
       gone: done when nothing of it is left on host and device.
       error: what is wrong with it, as far as that is known.
@@ -89,7 +89,6 @@ class Version:
         self.stats = stats
         self.weights: Any = ("version", key)
         self.allow_nan = allow_nan
-        self.is_pinned = False
         self.num_users = 0
         self.host: HostAdapter | None = None
         self.num_pages: Mapping[str, int] = {}
@@ -99,6 +98,7 @@ class Version:
         self.lacks_room = False
         self.is_transient = False
         self.report: Any = None
+        self.examined: tuple[str, Any] | None = None
         self.loaded: Future[None] = Future()
         self.gone: Future[None] = Future()
         for future in (self.loaded, self.gone):
@@ -123,6 +123,11 @@ class Version:
             self.is_finite = None
         return self.error
 
+    def forgive(self) -> None:
+        """Forget an error that may not come again, once nobody is to look at it."""
+        if self.is_transient and not self.num_users:
+            self.error, self.is_transient = None, False
+
     @property
     def tier(self) -> Tier:
         """The nearest place to the device where it is, whole."""
@@ -135,7 +140,7 @@ class HostCache:
     """The adapters in host memory, in the order of their last use.
 
     Attributes:
-      budget: most bytes, but for one that is being kept.
+      budget: most bytes, but for those that are being kept.
       nbytes: bytes that they take.
     """
 
@@ -151,11 +156,10 @@ class HostCache:
         return iter(self._versions)
 
     def add(self, version: Version, host: HostAdapter) -> None:
-        """Take what was read of a version; others go if it is too much."""
+        """Take what was read of a version."""
         version.host, version.nbytes = host, host.nbytes
         self.nbytes += host.nbytes
         self._versions[version] = None
-        self.trim(keep=version)
 
     def may_read(self, version: Version) -> bool:
         """Tell whether a version may come before there is room for it on the device.
@@ -179,14 +183,14 @@ class HostCache:
         if version.host is not None:
             self.nbytes -= version.host.nbytes
             version.host = None
-            if not version.ready and version.weights[0] != "digest":
+            if version.weights[0] != "digest":
                 version.report = None  # it holds the weights until it is complete
             del self._versions[version]
 
-    def trim(self, keep: Version | None = None) -> None:
-        """Let go what is over the budget, the one unused for longest first."""
+    def trim(self, keep: Collection[Version]) -> None:
+        """Let others go while it is too much, the one unused for longest first."""
         for version in list(self._versions):
             if self.nbytes <= self.budget:
                 return
-            if version is not keep:
+            if version not in keep:
                 self.drop(version)

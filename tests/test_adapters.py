@@ -15,8 +15,8 @@ from punica_jax.placements import (
     UnknownAdapterError,
 )
 
-REPORT = AdapterReport(8, lambda: [ReportRow(0, "self_attn.q_proj", 8, 2.0, 0.5)])
-OTHER_REPORT = AdapterReport(4, lambda: [ReportRow(1, "mlp.down_proj", 4, 1.0, 0.1)])
+REPORT = AdapterReport(8, lambda _: [ReportRow(0, "self_attn.q_proj", 8, 2.0, 0.5)])
+OTHER_REPORT = AdapterReport(4, lambda _: [ReportRow(1, "mlp.down_proj", 4, 1.0, 0.1)])
 
 
 def table(num_slots=3, qkv=6, o=4, max_rank=64) -> AdapterTable:

@@ -204,7 +204,7 @@ def assert_nothing_held(engine):
     assert not loop._timed and not loop._ending
     assert not loop.scheduler._claims and not loop.scheduler._overtaken
     assert len(loop.scheduler._policy) == 0
-    assert not residence._tasks and not residence._wanted and not residence._renames
+    assert not residence._tasks and not residence._pinned and not residence._renames
     assert residence.num_on_device <= 3
     assert residence.host_bytes <= residence._on_host.budget
     # Prefixes lie on pages that there are.

@@ -235,6 +235,13 @@ def test_delta_norm_is_the_norm_of_the_product(tmp_path):
     assert report.delta_norm == pytest.approx(whole, rel=1e-12)
 
 
+def test_norms_that_are_known_are_not_computed(tmp_path):
+    save_adapter(tmp_path, CONFIG, random_factors({(0, Q): 5, (1, DOWN): 40}))
+    first, *others = read(tmp_path).report.rows
+    known = [first._replace(delta_norm=-1.0), others[0]._replace(rank=39)]
+    assert read(tmp_path).report.complete(known).rows == (known[0], *others)
+
+
 def test_delta_norm_of_a_product_that_cancels_is_zero(tmp_path):
     factors = q_and_v(rank=2)
     a, b = factors[0, Q]

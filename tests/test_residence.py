@@ -32,9 +32,14 @@ class FakeReport:
 
     def __init__(self) -> None:
         self.is_complete = False
+        self.known: Sequence[str] = ()
 
-    def complete(self) -> "FakeReport":
-        self.is_complete = True
+    @property
+    def rows(self) -> list[str]:
+        return ["a norm"]
+
+    def complete(self, known: Sequence[str] = ()) -> "FakeReport":
+        self.is_complete, self.known = True, known
         return self
 
 
@@ -49,19 +54,27 @@ class FakeHost:
         rank: int = 8,
         nbytes: int = 10,
         is_finite: bool = True,
+        is_examinable: bool = True,
     ):
         self.content = content
         self.pages = dict(zip(PAGES, pages, strict=True))
         self.rank = rank
         self.nbytes = nbytes
         self.is_finite = is_finite
+        self.is_examinable = is_examinable
         self.report = FakeReport()
 
     def num_pages(self, group: str) -> int:
         return self.pages[group]
 
-    def digest(self) -> str:
+    @property
+    def meaning(self) -> str:
         return f"digest of {self.content}"
+
+    def digest(self) -> str:
+        if not self.is_examinable:
+            raise MemoryError("no digest")
+        return self.meaning
 
 
 class FakeDevice:
@@ -158,6 +171,13 @@ class Setting:
                 return held
         raise AssertionError(f"{name} is not to be had")
 
+    def hold_unexamined(self, name: str) -> None:
+        """Claim an adapter, and do all that is under way but for its digest."""
+        for _ in range(2):  # its file, its copy
+            self.residence.claim(name)
+            self.executor.finish()
+            self.residence.poll()
+
     def use(self, name: str) -> Version:
         held = self.hold(name)
         self.residence.release(held)
@@ -223,7 +243,7 @@ def test_what_is_not_complete_holds_no_weights_beside_the_host(place: Setting):
 
 
 def test_no_file_is_read_while_too_many_digests_are_missing():
-    """Each of them keeps weights that the host's budget does not know of."""
+    """Each of them keeps its weights, budget or not."""
     place = Setting(num_slots=12)
     residence = place.residence
     for n in range(9):
@@ -236,10 +256,75 @@ def test_no_file_is_read_while_too_many_digests_are_missing():
             residence.poll()
     place.executor.finish()
     residence.poll()
+    assert residence.host_bytes == 70
     residence.claim("a8")
     assert len(place.executor.waiting) == 8  # seven digests and a file
     place.settle()
-    assert residence["a8"].tier == "host"
+    assert residence["a8"].tier == "host" and residence.host_bytes == HOST_BYTES
+
+
+def test_what_is_displaced_comes_back_while_its_digest_is_computed(place: Setting):
+    version = place.add("x")
+    place.hold_unexamined("x")
+    place.residence.release(version)
+    (digest,) = place.executor.waiting
+    place.executor.waiting.clear()
+    for name in "abc":
+        place.add(name, FakeHost(name, nbytes=40))
+        place.use(name)
+    place.executor.waiting.append(digest)
+    assert version.tier == "host" and place.residence.host_bytes == 10
+    assert place.residence.claim("x") is version
+    place.executor.finish(1)  # the copy
+    place.residence.poll()
+    assert version.ready and not version.report.is_complete
+    (_,) = place.executor.waiting  # one digest, still
+    place.settle()
+    assert version.weights == ("digest", "digest of x")
+    assert version.report.is_complete and version.stats.num_reads == 1
+
+
+def test_a_digest_that_cannot_be_computed(place: Setting):
+    host = FakeHost("x", is_examinable=False)
+    version = place.add("x", host, is_pinned=True)
+    place.settle()
+    assert version.ready and version.error is None
+    assert version.weights == ("version", "x (version 1) (read 1)")
+    host.is_examinable = True
+    place.residence.pin("x", False)
+    for name in "abcx":
+        if name != "x":
+            place.add(name, FakeHost(name, nbytes=0))
+        place.use(name)
+    assert version.ready and version.stats.num_reads == 1
+    assert version.weights == ("digest", "digest of x"), "it is tried again"
+
+
+def test_room_is_free_before_the_digest_is_known(place: Setting):
+    version = place.add("x")
+    place.hold_unexamined("x")
+    place.residence.unregister("x")
+    assert version.ready, "it is in use"
+    place.residence.release(version)
+    assert not version.ready and place.residence.num_on_device == 0
+    assert place.residence.host_bytes == 10 and not version.gone.done()
+    place.settle()
+    assert place.residence.host_bytes == 0 and version.gone.done()
+
+
+def test_norms_are_computed_once_for_the_same_weights():
+    place = Setting(host_bytes=0, num_slots=1)
+    contents = iter(["first", "first", "second", "first"])
+    version = place.residence.register("x", lambda: FakeHost(next(contents)))
+    place.add("other")
+    known = []
+    for _ in range(4):
+        place.use("x")
+        assert version.report.is_complete
+        known.append(version.report.known)
+        place.use("other")
+        assert version.tier == "disk"
+    assert known == [(), ["a norm"], (), ()]
 
 
 def test_the_one_unused_for_longest_leaves(place: Setting):
@@ -311,11 +396,84 @@ def test_pins_that_leave_no_room_are_told():
     place.settle()
     with pytest.raises(AdapterCapacityError, match="beside the 2 that are pinned"):
         place.hold("c")
-    place.residence.pin("d")  # there is no room for it either: it is let go again
+    d = place.residence["d"]
+    place.residence.pin("d")  # there is no room for it either: it waits
     place.settle()
-    assert not place.residence["d"].is_pinned and place.residence["d"].error is None
+    assert d.tier == "host" and d.error is None
     place.residence.pin("a", False)
     assert place.use("c").ready, "nothing of the refusal is left"
+    place.settle()
+    assert d.ready and not place.residence["c"].ready
+
+
+def test_a_pin_that_found_no_room_is_one_still():
+    place = Setting()
+    a = place.add("a", FakeHost("a", (0, 3)), is_pinned=True)
+    place.settle()
+    b = place.residence.prepare("b", lambda: FakeHost("b", (0, 2)))
+    place.residence.adopt(b, is_pinned=True)
+    place.settle()
+    assert a.ready and b.tier == "host" and b.error is None
+    place.residence.unregister("a")
+    place.settle()
+    assert b.ready
+    for name in "cdec":
+        if name not in place.residence:
+            place.add(name)
+        place.use(name)
+    assert b.ready, "others do not displace it"
+
+
+def test_what_waits_for_room_is_read_once(place: Setting):
+    place.add("a", FakeHost("a", (0, 3)), is_pinned=True)
+    waiting = place.add("b", FakeHost("b", (0, 2)), is_pinned=True)
+    place.settle()
+    for name in "cdefcdef":
+        if name not in place.residence:
+            place.add(name)
+        place.use(name)
+    assert waiting.tier == "host" and waiting.stats.num_reads == 1
+
+
+def test_a_pinned_one_that_was_not_copied_comes_when_it_is_asked_for(place: Setting):
+    residence = place.residence
+    version = residence.prepare("x", lambda: FakeHost("x"))
+    residence.want(version)
+    place.device.broken.append(OSError("the device is full"))
+    for _ in range(2):  # its file, its copy
+        residence.poll()
+        place.executor.finish()
+    residence.adopt(version, is_pinned=True)
+    place.settle()
+    # It is not tried again and again.
+    assert str(version.error) == "adapter 'x' cannot be loaded: the device is full"
+    assert version.tier == "disk" and version.stats.num_load_failures == 1
+    version.read = lambda: FakeHost("another file")
+    assert residence.claim("x") is None  # its file is being read; nobody comes again
+    place.settle()
+    assert version.ready and version.error is None
+    for name in "abcd":
+        place.add(name)
+        place.use(name)
+    assert version.ready
+
+
+@pytest.mark.parametrize("is_adopted", [False, True])
+def test_pinning_again_tries_again(place: Setting, is_adopted: bool):
+    version = place.residence.prepare("x", lambda: FakeHost("x"))
+    place.residence.want(version)
+    place.residence.poll()
+    if is_adopted:
+        place.residence.adopt(version, is_pinned=True)
+    place.device.broken.append(OSError("the device is full"))
+    place.settle()
+    assert version.error is not None
+    if is_adopted:
+        place.residence.pin("x")
+    else:
+        place.residence.adopt(version, is_pinned=True)
+    place.settle()
+    assert version.ready and version.error is None
 
 
 def test_a_spare_slot_is_for_what_replaces_another():
@@ -373,7 +531,7 @@ def test_a_candidate_is_claimed_by_nobody_before_it_is_adopted(place: Setting):
     place.settle()
     assert new.ready and place.use("x") is old
     residence.adopt(new)
-    assert place.use("x") is new and old.gone.done() and not new.is_pinned
+    assert place.use("x") is new and old.gone.done()
     residence.discard(new)  # too late: nothing
     assert place.use("x") is new
     other = residence.prepare("x", lambda: FakeHost("other"))
@@ -384,6 +542,10 @@ def test_a_candidate_is_claimed_by_nobody_before_it_is_adopted(place: Setting):
     place.settle()
     assert other.gone.done() and place.use("x") is new
     assert residence.host_bytes == 10
+    for name in "abc":
+        place.add(name)
+        place.use(name)
+    assert not new.ready, "it is not pinned any more"
 
 
 def test_forgotten_ones_go_when_their_users_have(place: Setting):
@@ -450,7 +612,7 @@ def test_what_cannot_be_copied(place: Setting):
     place.residence.release(held)
     assert version.tier == "disk" and place.residence.num_on_device == 0
     # There may be room for it later.
-    assert version.error is None and place.use("x") is version
+    assert place.use("x") is version and version.error is None
 
 
 @pytest.mark.parametrize(
@@ -636,6 +798,7 @@ class AnySequence(RuleBasedStateMachine):
             rank=data.draw(st.sampled_from([8, 8, 8, 65])) if rare else 8,
             nbytes=data.draw(st.sampled_from([0, 10, 25, 40])),
             is_finite=data.draw(st.integers(0, 5)) > 0,
+            is_examinable=data.draw(st.integers(0, 5)) > 0,
         )
 
         def read() -> FakeHost:
@@ -666,8 +829,9 @@ class AnySequence(RuleBasedStateMachine):
 
     @rule(name=NAMES, data=st.data())
     def change_files(self, name, data):
-        if name in self.current:
-            self.current[name].read = self.read(data)
+        for version in [*self.current.values(), *self.candidates]:
+            if version.name == name:
+                version.read = self.read(data)
 
     @rule(name=NAMES)
     def unregister(self, name):
@@ -736,7 +900,8 @@ class AnySequence(RuleBasedStateMachine):
     @rule(name=NAMES)
     def use(self, name):
         """Claim, and do all that is under way, until it is there and ready."""
-        if name not in self.current or self.current[name].error is not None:
+        version = self.current.get(name)
+        if version is None or (version.error and not version.is_transient):
             return
         for _ in range(3):
             count = len(self.held)
@@ -823,7 +988,6 @@ class AnySequence(RuleBasedStateMachine):
         on_host = [one for one in self.all() if one.host is not None]
         nbytes = sum(one.host.nbytes for one in on_host if one.host is not None)
         assert residence.host_bytes == nbytes
-        assert nbytes <= HOST_BYTES or len(on_host) == 1
         for version in self.held:
             assert version.placement is not None
         for version in self.all():
@@ -831,7 +995,7 @@ class AnySequence(RuleBasedStateMachine):
             if version.ready:
                 host = self.place.device.slots[version.slot]
                 # Who has the same name for weights has the same weights.
-                meaning = host.digest()
+                meaning = host.meaning
                 if version.weights[0] == "digest":
                     assert version.weights[1] == meaning
                 assert self.meaning.setdefault(version.weights, meaning) == meaning
@@ -861,24 +1025,28 @@ class AnySequence(RuleBasedStateMachine):
 
     def whole_without_users(self):
         """With nobody there, all that is pinned and can be there is there."""
+        on_host = [one for one in self.all() if one.host is not None]
+        assert self.residence.host_bytes <= HOST_BYTES or len(on_host) == 1
         for name in self.pinned:
             version = self.current[name]
             assert version.ready or version.error is not None or not self.fits(version)
         contents: dict[str, Any] = {}
         for version in self.all():
             if version.ready and version.error is None:
-                meaning = self.place.device.slots[version.slot].digest()
-                weights = contents.setdefault(meaning, version.weights)
-                assert weights == version.weights, "the same weights share"
+                host = self.place.device.slots[version.slot]
+                assert (version.weights[0] == "digest") == host.is_examinable
+                if host.is_examinable:
+                    weights = contents.setdefault(host.meaning, version.weights)
+                    assert weights == version.weights, "the same weights share"
 
     def fits(self, version: Version) -> bool:
-        """Whether it would fit beside what is pinned and there."""
-        pinned = [one for one in self.all() if one.is_pinned and one.ready]
-        host = version.host
-        if host is None or len(pinned) >= NUM_SLOTS:
+        """Whether it would fit, as far as is known, beside what is pinned and there."""
+        current = [self.current[name] for name in self.pinned]
+        pinned = [one for one in current + self.candidates if one.ready]
+        if len(pinned) >= NUM_SLOTS:
             return False
         return all(
-            host.num_pages(group)
+            version.num_pages.get(group, 0)
             + sum(len(self.table_pages(one, group)) for one in pinned)
             <= count
             for group, count in PAGES.items()

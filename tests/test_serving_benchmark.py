@@ -214,6 +214,7 @@ def of(records, part):
     return [one for one in records if one["benchmark"] == f"serving_{part}"]
 
 
+@pytest.mark.slow
 def test_batch_cold_and_churn(tmp_path, monkeypatch, capsys):
     words = "--parts batch cold churn --batch 8 4 --loads 3 --adapters 18 --slots 2"
     records = run(tmp_path, monkeypatch, words)

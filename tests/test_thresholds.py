@@ -19,13 +19,7 @@ VALUES = st.one_of(
     st.floats(width=32, allow_nan=False), st.sampled_from([0.0, -0.0, 1.0])
 )
 ROWS = arrays(np.float32, (2, WIDTH), elements=VALUES)
-IMPLEMENTATIONS = [
-    "xla",
-    "pallas_interpret",
-    pytest.param("pallas_triton", marks=pytest.mark.gpu),
-]
-every = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-every_in_grid = pytest.mark.parametrize(
+every = pytest.mark.parametrize(
     "implementation",
     [
         "xla",
@@ -197,7 +191,7 @@ def test_a_tiny_temperature_leaves_the_largest(implementation, temperature):
     np.testing.assert_array_equal(found, np.asarray(_keys(values)).max(axis=1))
 
 
-@every_in_grid
+@every
 def test_neighbours_change_no_bit(implementation):
     rng = np.random.default_rng(4)
     width = 128256 if implementation == "pallas_triton" else 600

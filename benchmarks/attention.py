@@ -110,13 +110,12 @@ CASES = (
 def make_operands(case: Case, seed: int) -> Operands:
     """Random bfloat16 operands; pages lie in the pool in a random order."""
     pages = case.seqs * case.pages_per_seq
-    q_key, k_key, v_key = jax.random.split(jax.random.key(seed), 3)
-    shape = (pages, case.kv_heads, case.page_size, case.head_dim)
+    q_key, kv_key = jax.random.split(jax.random.key(seed))
+    shape = (2, pages, case.kv_heads, case.page_size, case.head_dim)
     table = np.random.default_rng(seed).permutation(pages).astype(np.int32)
     return (
         jax.random.normal(q_key, (case.rows, case.heads, case.head_dim), jnp.bfloat16),
-        jax.random.normal(k_key, shape, jnp.bfloat16),
-        jax.random.normal(v_key, shape, jnp.bfloat16),
+        jax.random.normal(kv_key, shape, jnp.bfloat16),
         jnp.asarray(table.reshape(case.seqs, case.pages_per_seq)),
         jnp.arange(case.seqs + 1, dtype=jnp.int32) * case.query_len,
         jnp.full((case.seqs,), case.kv_len, jnp.int32),

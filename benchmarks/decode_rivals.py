@@ -86,7 +86,6 @@ class AnyLayer(nnx.Module):
             lora=None,
             rotary=rotary,
             norms=None,
-            num_kv_heads=layer.num_kv_heads,
             head_dim=layer.head_dim,
             **xla,
         )

@@ -57,7 +57,7 @@ _BY_FUNCTION = (
     ("attention", r"\b(paged_attention|_attend|\w*_attention)$"),
     ("base products", r"\b(matmul_rows|linear|LoraLinear\.__call__|Llama\.logits)$"),
     ("cache writes", r"\b(CachedAttention\.\w+|SeqTable\.\w+|store_rows)$"),
-    ("sampling", r"\b(sample|most_likely|draw|_gumbel_noise)\b"),
+    ("sampling", r"\b(sample|most_likely|draw)\b"),
     ("segments", r"\bsegment_metadata\b"),
     ("norms and rotary", r"\b(RMSNorm\.__call__|rotate|rotary|rotary_tables)$"),
     (OTHER, r"\bgated$"),

@@ -127,7 +127,7 @@ class LoraLinear(nnx.Module):
           implementation: see `punica_jax.pallas_kernels.resolve`.
 
         Returns:
-          The modules' outputs side by side; rounded once before the LoRA is added.
+          The modules' outputs side by side; rounded before the LoRA is added.
         """
         return kernels.lora_linear(
             x,
@@ -163,7 +163,7 @@ class Unprojected:
       lora: its pool and the batch's segments, or None.
       rotary: cosine and sine of each row's angles, `[rows, rotary_dim]`.
       norms: of each head of q and of k, or None.
-      num_kv_heads, head_dim: how the layer's output is cut (static).
+      head_dim: width of a head (static).
       implementation: see `punica_jax.pallas_kernels.resolve` (static).
     """
 
@@ -172,7 +172,6 @@ class Unprojected:
     lora: tuple[LoraPool, Segments] | None
     rotary: tuple[Array, Array]
     norms: tuple[RMSNorm, RMSNorm] | None
-    num_kv_heads: int = dataclasses.field(metadata={"static": True})
     head_dim: int = dataclasses.field(metadata={"static": True})
     implementation: str | None = dataclasses.field(metadata={"static": True})
 
@@ -189,9 +188,8 @@ class Unprojected:
 
     def cut(self, y: Array) -> tuple[Array, Array, Array]:
         """Return `heads` of the layer's output."""
-        y = y.reshape(y.shape[0], -1, self.head_dim)
-        num_heads = y.shape[1] - 2 * self.num_kv_heads
-        q, k, v = jnp.split(y, [num_heads, num_heads + self.num_kv_heads], axis=1)
+        modules = self.linear.split(y)
+        q, k, v = (part.reshape(y.shape[0], -1, self.head_dim) for part in modules)
         if self.norms is not None:
             q, k = self.norms[0](q), self.norms[1](k)
         q, k = (reference.rotate(heads, self.rotary) for heads in (q, k))

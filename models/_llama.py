@@ -52,7 +52,6 @@ class DecoderLayer(nnx.Module):
         self.mlp_norm = norm(config.hidden_size)
         self.gate_up = linear("gate_up", config.mlp_bias)
         self.down = linear("down", config.mlp_bias)
-        self.num_kv_heads = config.num_kv_heads
         self.head_dim = config.head_dim
 
     def __call__(
@@ -67,24 +66,31 @@ class DecoderLayer(nnx.Module):
         implementation: str | None = None,
     ) -> Float[Array, "rows hidden"]:
         """Apply layer number `index`; see `Llama.__call__` for the arguments."""
-        lora = None
-        if pools is not None and segments is not None:
-            lora = pools, segments
         norms = None
         if self.q_norm is not None and self.k_norm is not None:
             norms = self.q_norm, self.k_norm
         unprojected = Unprojected(
             x=self.input_norm(x, implementation=implementation),
             linear=self.qkv,
-            lora=None if lora is None else (lora[0].qkv, lora[1]),
+            lora=_lora_of(pools, segments, "qkv"),
             rotary=rotary,
             norms=norms,
-            num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
             implementation=implementation,
         )
         attended = attend(index, unprojected)
-        return _feed_forward(self, x, attended, lora, implementation=implementation)
+        return _feed_forward(
+            self, x, attended, pools, segments, implementation=implementation
+        )
+
+
+def _lora_of(
+    pools: LayerPools | None, segments: Segments | None, group: str
+) -> tuple[LoraPool, Segments] | None:
+    """Return what a linear layer takes of a layer's adapters."""
+    if pools is None or segments is None:
+        return None
+    return getattr(pools, group), segments
 
 
 # A function of its own is traced and lowered once for all layers, which differ in
@@ -94,15 +100,13 @@ def _feed_forward(
     layer: DecoderLayer,
     x: Array,
     attended: Array,
-    lora: tuple[LayerPools, Segments] | None,
+    pools: LayerPools | None,
+    segments: Segments | None,
     *,
     implementation: str | None,
 ) -> Array:
     """Apply all of a layer that follows attention."""
-
-    def own(group: str) -> tuple[LoraPool, Segments] | None:
-        return None if lora is None else (getattr(lora[0], group), lora[1])
-
+    own = functools.partial(_lora_of, pools, segments)
     attended = attended.reshape(x.shape[0], -1)
     x = layer.o(attended, own("o"), residual=x, implementation=implementation)
     gated = kernels.lora_gated(

@@ -82,8 +82,7 @@ def _num_splits(programs: int, blocks: int) -> int:
 
 def decode_attention(
     q: Array,  # [rows, heads, head_dim]
-    k_pages: Array,  # [pages, kv_heads, page_size, head_dim]
-    v_pages: Array,  # [pages, kv_heads, page_size, head_dim]
+    kv_pages: Array,  # [2, pages, kv_heads, page_size, head_dim]
     page_table: Array,  # i32[seqs, pages_per_seq]
     bounds: Array,  # i32[seqs + 1]
     kv_lens: Array,  # i32[seqs]
@@ -94,7 +93,7 @@ def decode_attention(
 ) -> Array:
     """Run `paged_attention` for sequences of at most one row each."""
     rows, heads, head_dim = q.shape
-    _, kv_heads, page_size, _ = k_pages.shape
+    _, _, kv_heads, page_size, _ = kv_pages.shape
     seqs, pages_per_seq = page_table.shape
     if config is None:
         config = default_config(
@@ -102,7 +101,7 @@ def decode_attention(
             kv_heads=kv_heads,
             group=heads // kv_heads,
             head_dim=head_dim,
-            itemsize=k_pages.dtype.itemsize,
+            itemsize=kv_pages.dtype.itemsize,
             max_kv_len=pages_per_seq * page_size,
         )
     # A slot is a sequence, and beyond those whatever padding rows are left.
@@ -119,7 +118,7 @@ def decode_attention(
         ),
         interpret=interpret,
         name="paged_attention_decode",
-    )(q, k_pages, v_pages, page_table, bounds, kv_lens)
+    )(q, kv_pages, page_table, bounds, kv_lens)
     if splits == 1:
         return partial
     return pl.pallas_call(
@@ -150,8 +149,7 @@ def _row_of_slot(
 
 def _decode_kernel(
     q_ref,  # [rows, heads, head_dim]
-    k_ref,  # [pages, kv_heads, page_size, head_dim]
-    v_ref,  # [pages, kv_heads, page_size, head_dim]
+    kv_ref,  # [2, pages, kv_heads, page_size, head_dim]
     table_ref,  # i32[seqs, pages_per_seq]
     bounds_ref,  # i32[seqs + 1]
     lens_ref,  # i32[seqs]
@@ -162,7 +160,7 @@ def _decode_kernel(
 ):
     slot, kv_head, split = (pl.program_id(axis) for axis in range(3))
     rows, heads, _ = q_ref.shape
-    _, kv_heads, page_size, _ = k_ref.shape
+    _, _, kv_heads, page_size, _ = kv_ref.shape
     seqs, pages_per_seq = table_ref.shape
     group, block_kv = heads // kv_heads, config.block_kv
 
@@ -193,8 +191,10 @@ def _decode_kernel(
         # prefetched by the compiler.
         page_ids, state = carry
         start = block * block_kv
-        k = load_kv(k_ref, page_ids, kv_head, start, kv_len, block_kv=block_kv)
-        v = load_kv(v_ref, page_ids, kv_head, start, kv_len, block_kv=block_kv)
+        k, v = (
+            load_kv(kv_ref, part, page_ids, kv_head, start, kv_len, block_kv=block_kv)
+            for part in range(2)
+        )
         seen = start + jnp.arange(block_kv, dtype=jnp.int32) < kv_len
         state = attend_block(q, k, v, seen[None, :], scale * math.log2(math.e), state)
         return page_ids_at(start + block_kv), state

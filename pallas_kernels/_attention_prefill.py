@@ -75,8 +75,7 @@ def default_config(
 
 def prefill_attention(
     q: Array,  # [rows, heads, head_dim]
-    k_pages: Array,  # [pages, kv_heads, page_size, head_dim]
-    v_pages: Array,  # [pages, kv_heads, page_size, head_dim]
+    kv_pages: Array,  # [2, pages, kv_heads, page_size, head_dim]
     page_table: Array,  # i32[seqs, pages_per_seq]
     bounds: Array,  # i32[seqs + 1]
     kv_lens: Array,  # i32[seqs]
@@ -88,12 +87,12 @@ def prefill_attention(
 ) -> Array:
     """Run `paged_attention` for sequences of any number of rows."""
     rows, heads, head_dim = q.shape
-    kv_heads = k_pages.shape[1]
+    kv_heads = kv_pages.shape[2]
     if config is None:
         config = default_config(
             group=heads // kv_heads,
             head_dim=head_dim,
-            itemsize=k_pages.dtype.itemsize,
+            itemsize=kv_pages.dtype.itemsize,
             max_query_len=max_query_len,
         )
     tiles = _tile_table(bounds, kv_lens, rows=rows, block_rows=config.block_rows)
@@ -106,7 +105,7 @@ def prefill_attention(
         ),
         interpret=interpret,
         name="paged_attention_prefill",
-    )(q, k_pages, v_pages, page_table, tiles)
+    )(q, kv_pages, page_table, tiles)
 
 
 def _tile_table(
@@ -135,8 +134,7 @@ def _tile_table(
 
 def _prefill_kernel(
     q_ref,  # [rows, heads, head_dim]
-    k_ref,  # [pages, kv_heads, page_size, head_dim]
-    v_ref,  # [pages, kv_heads, page_size, head_dim]
+    kv_ref,  # [2, pages, kv_heads, page_size, head_dim]
     table_ref,  # i32[seqs, pages_per_seq]
     tiles_ref,  # i32[tiles, 4]
     out_ref,  # [rows, heads, head_dim]
@@ -153,8 +151,7 @@ def _prefill_kernel(
     def _():
         _attend_tile(
             q_ref,
-            k_ref,
-            v_ref,
+            kv_ref,
             table_ref,
             out_ref,
             seq=jnp.maximum(seq, 0),
@@ -170,8 +167,7 @@ def _prefill_kernel(
 
 def _attend_tile(
     q_ref,  # [rows, heads, head_dim]
-    k_ref,  # [pages, kv_heads, page_size, head_dim]
-    v_ref,  # [pages, kv_heads, page_size, head_dim]
+    kv_ref,  # [2, pages, kv_heads, page_size, head_dim]
     table_ref,  # i32[seqs, pages_per_seq]
     out_ref,  # [rows, heads, head_dim]
     *,
@@ -183,8 +179,8 @@ def _attend_tile(
     scale: float,
     config: PrefillConfig,
 ):
-    page_size = k_ref.shape[2]
-    group = q_ref.shape[1] // k_ref.shape[1]
+    _, _, kv_heads, page_size, _ = kv_ref.shape
+    group = q_ref.shape[1] // kv_heads
     group_rows = pl.next_power_of_2(group)
     block_kv = config.block_kv
     # Query heads of the kv head are folded into the rows of the tile.
@@ -210,8 +206,10 @@ def _attend_tile(
         # prefetched by the compiler.
         page_ids, sums = carry
         start = block * block_kv
-        k = load_kv(k_ref, page_ids, kv_head, start, limit, block_kv=block_kv)
-        v = load_kv(v_ref, page_ids, kv_head, start, limit, block_kv=block_kv)
+        k, v = (
+            load_kv(kv_ref, part, page_ids, kv_head, start, limit, block_kv=block_kv)
+            for part in range(2)
+        )
         seen = None
         if limit is not None:
             token = start + jnp.arange(block_kv, dtype=jnp.int32)

@@ -18,8 +18,7 @@ _BLOCK_ROWS = 64
 
 def paged_attention(
     q: Float[Array, "rows heads head_dim"],
-    k_pages: Float[Array, "pages kv_heads page_size head_dim"],
-    v_pages: Float[Array, "pages kv_heads page_size head_dim"],
+    kv_pages: Float[Array, "2 pages kv_heads page_size head_dim"],
     page_table: Int32[Array, "seqs pages_per_seq"],
     bounds: Int32[Array, "seqs+1"],
     kv_lens: Int32[Array, " seqs"],
@@ -47,11 +46,10 @@ def paged_attention(
     attend = functools.partial(
         _attend, scale=head_dim**-0.5 if scale is None else scale
     )
-    pages = (k_pages, v_pages)
     if max_query_len == 1:
         q_rows = q.at[bounds[:-1]].get(mode="clip")[:, None]
         out = jax.vmap(attend, in_axes=(0, None, 0, 0, 0))(
-            q_rows, pages, page_table, kv_lens, kv_lens - 1
+            q_rows, kv_pages, page_table, kv_lens, kv_lens - 1
         )
         # A sequence without a row is given one that does not exist.
         row = jnp.where(bounds[1:] > bounds[:-1], bounds[:-1], rows + jnp.arange(seqs))
@@ -67,7 +65,7 @@ def paged_attention(
         return jax.lax.cond(
             seq < 0,
             lambda: jnp.zeros_like(q_rows),
-            lambda: attend(q_rows, pages, page_table[seq], kv_lens[seq], position),
+            lambda: attend(q_rows, kv_pages, page_table[seq], kv_lens[seq], position),
         )
 
     out = jax.lax.map(attend_tile, (tile_seq, tile_first))
@@ -110,7 +108,7 @@ def query_tiles(
 
 def _attend(
     q: Array,  # [n, heads, head_dim], consecutive rows of one sequence
-    pages: tuple[Array, Array],  # [pages, kv_heads, page_size, head_dim]
+    kv_pages: Array,  # [2, pages, kv_heads, page_size, head_dim]
     table: Array,  # i32[pages_per_seq]
     kv_len: Array,  # i32[]
     position: Array,  # i32[], of the first row
@@ -118,18 +116,18 @@ def _attend(
     scale: float,
 ) -> Array:
     num_rows, heads, head_dim = q.shape
-    kv_heads = pages[0].shape[1]
-    key = jnp.arange(table.shape[0] * pages[0].shape[2], dtype=jnp.int32)
+    _, _, kv_heads, page_size, _ = kv_pages.shape
+    key = jnp.arange(table.shape[0] * page_size, dtype=jnp.int32)
 
-    def tokens(pages: Array) -> Array:  # f32[kv_heads, tokens, head_dim]
-        gathered = pages.at[table].get(mode="clip").swapaxes(0, 1)
+    def tokens(part: int) -> Array:  # f32[kv_heads, tokens, head_dim]
+        gathered = kv_pages.at[part, table].get(mode="clip").swapaxes(0, 1)
         gathered = gathered.reshape(kv_heads, -1, head_dim).astype(jnp.float32)
         # Selected, not multiplied: what is no token of this sequence may be NaN.
         return jnp.where((key < kv_len)[None, :, None], gathered, 0.0)
 
     einsum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
     groups = q.astype(jnp.float32).reshape(num_rows, kv_heads, -1, head_dim)
-    scores = einsum("nkgd,ktd->kgnt", groups, tokens(pages[0])) * scale
+    scores = einsum("nkgd,ktd->kgnt", groups, tokens(0)) * scale
     row_position = position + jnp.arange(num_rows, dtype=jnp.int32)
     seen = (key[None, :] <= row_position[:, None]) & (key < kv_len)[None, :]
     scores = jnp.where(seen[None, None], scores, -jnp.inf)
@@ -137,6 +135,6 @@ def _attend(
     top = jnp.maximum(scores.max(axis=-1, keepdims=True), jnp.finfo(jnp.float32).min)
     weights = jnp.exp(scores - top)
     total = weights.sum(axis=-1)
-    out = einsum("kgnt,ktd->nkgd", weights, tokens(pages[1]))
+    out = einsum("kgnt,ktd->nkgd", weights, tokens(1))
     out = out / jnp.where(total > 0, total, 1.0).transpose(2, 0, 1)[..., None]
     return out.reshape(num_rows, heads, head_dim).astype(q.dtype)

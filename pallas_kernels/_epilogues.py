@@ -12,7 +12,14 @@ import jax
 from jax import Array
 from jaxtyping import Float, Int32
 
-from punica_jax.pallas_kernels import _fused, _ops, _project, _sgmv, reference
+from punica_jax.pallas_kernels import (
+    _fused,
+    _ops,
+    _project,
+    _row_expand,
+    _sgmv,
+    reference,
+)
 from punica_jax.pallas_kernels._dispatch import resolve
 from punica_jax.pallas_kernels._pool import LoraPool
 from punica_jax.pallas_kernels._segments import Segments
@@ -33,8 +40,9 @@ def lora_linear(
 ) -> Float[Array, "rows d_out"]:
     """Apply a linear layer with every row's own adapter.
 
-    *Semantics*: `lora(y, x, pool, segments)` with `y = x W^T + bias + residual`,
-    rounded once. Differentiable wherever `lora` is.
+    *Semantics*: `lora(y, x, pool, segments)` with `y = x W^T + bias + residual`, which
+    is rounded once (in the XLA form before the residual, too). Differentiable wherever
+    `lora` is.
 
     Args:
       x: the rows.
@@ -88,8 +96,7 @@ def lora_rotary(
     x: Float[Array, "rows d_in"],
     weight: Float[Array, "d_out d_in"],
     rotary: tuple[Float[Array, "rows head_dim"], Float[Array, "rows head_dim"]],
-    k_pages: Float[Array, "pages kv_heads page_size head_dim"],
-    v_pages: Float[Array, "pages kv_heads page_size head_dim"],
+    kv_pages: Float[Array, "2 pages kv_heads page_size head_dim"],
     page: Int32[Array, "rows"],
     offset: Int32[Array, "rows"],
     lora: Lora | None = None,
@@ -97,19 +104,19 @@ def lora_rotary(
     bias: Float[Array, "d_out"] | None = None,
     residual: Float[Array, "rows d_out"] | None = None,
     implementation: str | None = None,
-) -> tuple[Float[Array, "rows heads head_dim"], Array, Array]:
+) -> tuple[Float[Array, "rows heads head_dim"], Array]:
     """Apply the linear layer of q, k and v, rotate, and store k and v.
 
     *Semantics*, with `q, k, v` the heads of `lora_linear`: `rotate(q)`, and the pages
-    with `rotate(k[i])` and `v[i]` at `[page[i], :, offset[i]]`. The kernel rounds once
-    after the base product, at the stores; the XLA form rounds each step. Not
+    with `rotate(k[i])` and `v[i]` at `[:, page[i], :, offset[i]]`. The kernel rounds
+    once after the base product, at the stores; the XLA form rounds each step. Not
     differentiable.
 
     Args:
       x, bias, residual, implementation: see `lora_linear`.
       weight: the rows of all of q's heads, then k's, then v's.
       rotary: cosine and sine of each row's angles, both halves of the lanes alike.
-      k_pages, v_pages: the cache of this layer; changed in place where XLA may.
+      kv_pages: this layer's keys, then its values; changed in place where XLA may.
       page: each row's page, 0 or more; a row with one past the last stores nothing.
       offset: each row's place in its page. No two rows may share one.
       lora: the pool's modules are q, k and v.
@@ -120,14 +127,14 @@ def lora_rotary(
     Raises:
       ValueError: an operand does not fit the others.
     """
-    _, kv_heads, _, head_dim = k_pages.shape
+    parts, _, kv_heads, _, head_dim = kv_pages.shape
     rows, d_out = x.shape[0], weight.shape[0]
     heads = d_out // head_dim - 2 * kv_heads
-    if k_pages.shape != v_pages.shape or d_out % head_dim or heads < 1:
+    if parts != 2 or d_out % head_dim or heads < 1:
         raise ValueError(
             "weight must be [(heads + 2 * kv_heads) * head_dim, d_in] for pages "
-            f"[pages, kv_heads, page_size, head_dim], got {weight.shape}, k "
-            f"{k_pages.shape} and v {v_pages.shape}"
+            f"[2, pages, kv_heads, page_size, head_dim], got {weight.shape} and "
+            f"{kv_pages.shape}"
         )
     for name, table in (("cosine", rotary[0]), ("sine", rotary[1])):
         if table.shape != (rows, head_dim):
@@ -141,12 +148,12 @@ def lora_rotary(
     _check(x, weight, lora)
     implementation = resolve(implementation)
     operands = (x, weight, lora, bias, residual)
-    cache = (rotary, k_pages, v_pages, page, offset)
+    cache = (rotary, kv_pages, page, offset)
     if implementation == "xla":
         return reference.rotary(_plain_linear(implementation, *operands), *cache)
-    y, shrunk = _project_rows(implementation, *operands)
+    forms, y, shrunk = _project_rows(implementation, *operands)
     interpret = implementation != "pallas_triton"
-    return _fused.rotary_expand(y, shrunk, *cache, interpret=interpret)
+    return forms.rotary_expand(y, shrunk, *cache, interpret=interpret)
 
 
 def _apply(form, x, weight, lora, bias, residual, implementation):
@@ -176,13 +183,11 @@ def _linear(form, implementation, x, weight, lora, bias, residual):
     operands = (x, weight, lora, bias, residual)
     if implementation == "xla":
         return _plain(form, implementation, *operands)
-    y, shrunk = _project_rows(implementation, *operands)
+    forms, y, shrunk = _project_rows(implementation, *operands)
     interpret = implementation != "pallas_triton"
     if form == "gated":
-        return _fused.gated_expand(y, shrunk, interpret=interpret)
-    if shrunk is None:
-        return y
-    return _sgmv.expand(y, shrunk.v, shrunk.pool, shrunk.segments, interpret=interpret)
+        return forms.gated_expand(y, shrunk, interpret=interpret)
+    return y if shrunk is None else forms.expand(y, shrunk, interpret=interpret)
 
 
 def _plain(form, implementation, *operands):
@@ -199,17 +204,23 @@ def _plain_linear(implementation, x, weight, lora, bias, residual):
 
 def _project_rows(
     implementation, x, weight, lora, bias, residual
-) -> tuple[Array, _fused.Shrunk | None]:
-    """Return the base product, and what is left of the adapters' to add to it."""
+) -> tuple[Any, Array, _fused.Shrunk | None]:
+    """Return the base product, what is left of the adapters' to add, and who adds it.
+
+    Returns:
+      The module of the expands that fit the rows; `[rows, d_out]`; and what they take.
+    """
     interpret = implementation != "pallas_triton"
     passes = 1 if lora is None else lora[1].num_passes
     if passes > 1:
         # In-place adds of several adapters a row are launches of their own.
-        return _plain_linear(implementation, x, weight, lora, bias, residual), None
-    v: Any = None
+        y = _plain_linear(implementation, x, weight, lora, bias, residual)
+        return _fused, y, None
+    forms, v = _fused, None
     # Float32 has no tensor cores to fill: XLA's product is the better one.
     narrow = x.dtype == weight.dtype and x.dtype.itemsize == 2
     if narrow and x.shape[0] <= MAX_PROJECT_ROWS:
+        forms = _row_expand
         y, v = _project.project(
             x, weight, lora, bias=bias, residual=residual, interpret=interpret
         )
@@ -217,7 +228,7 @@ def _project_rows(
         y = reference.linear(x, weight, bias, residual)
         if lora is not None:
             v = _sgmv.shrink(x, *lora, interpret=interpret)
-    return y, None if lora is None else _fused.Shrunk(v, *lora)
+    return forms, y, None if v is None or lora is None else _fused.Shrunk(v, *lora)
 
 
 def _linear_forward(form, implementation, *operands):

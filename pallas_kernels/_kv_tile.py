@@ -73,7 +73,8 @@ def load_page_ids(
 
 
 def load_kv(
-    ref,  # [pages, kv_heads, page_size, head_dim]
+    ref,  # [2, pages, kv_heads, page_size, head_dim]
+    part: int,  # 0 for keys, 1 for values
     page_ids: Array,  # i32[] or i32[block_kv]
     kv_head: Array,  # i32[]
     start: Array,  # i32[]
@@ -85,7 +86,7 @@ def load_kv(
 
     Tokens at and after `end` are zeros, whatever memory holds: it may be NaN.
     """
-    _, _, page_size, head_dim = ref.shape
+    *_, page_size, head_dim = ref.shape
     token = jnp.arange(block_kv, dtype=jnp.int32)
     if page_ids.ndim:
         page_ids = page_ids[:, None]
@@ -96,10 +97,9 @@ def load_kv(
     if end is not None:
         live = live & (start + token < end)[:, None]
     elif padded(head_dim) == head_dim:
-        return plgpu.load(ref.at[page_ids, kv_head, place[:, None], index])
-    return plgpu.load(
-        ref.at[page_ids, kv_head, place[:, None], index], mask=live, other=0.0
-    )
+        live = None
+    at = ref.at[part, page_ids, kv_head, place[:, None], index]
+    return plgpu.load(at, mask=live, other=None if live is None else 0.0)
 
 
 Sums = tuple[Array, Array, Array]  # f32[n] maximum, f32[n] total, f32[n, lanes]

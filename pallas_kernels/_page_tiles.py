@@ -13,6 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from punica_jax.pallas_kernels._pool import RANK_PAGE
+from punica_jax.pallas_kernels._sgmv_config import ShrinkConfig
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,13 +64,14 @@ class AdapterPages:
     slot: Array
     count: Array
     first: Array | int  # page of the layer
-    page: (
-        Array  # its first one, looked up beside the count: neither waits for the other
-    )
+    # The adapter's first one, looked up beside the count: neither waits for the other.
+    page: Array
     most: int
 
     @classmethod
-    def of(cls, tables: Any, weights_ref: Any, slot: Array, module: Any) -> Any:
+    def of(
+        cls, tables: Any, weights_ref: Any, slot: Array, module: Any
+    ) -> "AdapterPages":
         """Look up the pages of a slot, none if it is below 0.
 
         Args:
@@ -102,13 +104,7 @@ class AdapterPages:
 
     def single(self) -> PageLanes:
         """Return the only page's lanes."""
-        return self.lanes_of(self.page, 0)
-
-    def lanes_of(self, page: Array, index: Array | int) -> PageLanes:
-        """Return the lanes of one page, the adapter's number `index`."""
-        lane = jnp.arange(RANK_PAGE, dtype=jnp.int32)
-        rank = index * RANK_PAGE + lane
-        return PageLanes(page=page, lane=lane[:, None], rank=rank, used=None)
+        return _lanes_of(self.page, 0)
 
     def fold(self, step: Callable[[PageLanes, Any], Any], init: Any) -> Any:
         """Fold `step(lanes, carry)` over the pages in order, several at once."""
@@ -125,7 +121,7 @@ class AdapterPages:
     def _lanes(self, first: Array | int, width: int) -> PageLanes:
         if width == 1:
             page = self.first + self.page_table_ref[self.slot, first]
-            return self.lanes_of(page, first)
+            return _lanes_of(page, first)
         index = jnp.arange(width * RANK_PAGE, dtype=jnp.int32)
         rank = first * RANK_PAGE + index
         # lax.div and lax.rem: the sign corrections of // and % would hide from Triton
@@ -135,6 +131,13 @@ class AdapterPages:
         page = self.first + load(self.page_table_ref.at[self.slot, number], used)
         lane = lax.rem(index, jnp.int32(RANK_PAGE))
         return PageLanes(page=page[:, None], lane=lane[:, None], rank=rank, used=used)
+
+
+def _lanes_of(page: Array, index: Array | int) -> PageLanes:
+    """Return the lanes of one page, an adapter's number `index`."""
+    lane = jnp.arange(RANK_PAGE, dtype=jnp.int32)
+    rank = index * RANK_PAGE + lane
+    return PageLanes(page=page, lane=lane[:, None], rank=rank, used=None)
 
 
 def pages_at_once(dtype: Any) -> int:
@@ -174,6 +177,31 @@ def module_of_block(
         width = jnp.where(here, jnp.int32(d_outs[c]), width)
         first = jnp.where(here, block - before, first)
     return module, start, width, first
+
+
+def shrink_block(
+    x_ref: Any,  # [rows, d_in]
+    a_ref: Any,  # [layers * pages, C, 16, d_in]
+    rows: tuple[Array, Array],  # i32[block_rows], and bool[block_rows]: which are live
+    module: Array,  # i32[]
+    lanes: PageLanes,
+    block: Array,  # i32[]
+    config: ShrinkConfig,
+) -> Array:
+    """Return `f32[block_rows, lanes]`: a tile's x times A, in one block of d_in."""
+    row, live = rows
+    d_in = a_ref.shape[3]
+    k = block * config.block_d + jnp.arange(config.block_d, dtype=jnp.int32)[None, :]
+    whole = config.splits * config.steps * config.block_d == d_in
+    inside = None if whole else k < d_in
+    x = load(
+        x_ref.at[row[:, None], k], mask_of((row.size, k.size), live[:, None], inside)
+    )
+    a = load(
+        a_ref.at[lanes.page, module, lanes.lane, k],
+        mask_of((lanes.size, k.size), lanes.used_rows, inside),
+    )
+    return dot(x, a.T)
 
 
 def mask_of(shape: tuple[int, ...], *conditions: Array | None) -> Array | None:

@@ -25,8 +25,7 @@ _MIN_PAGE_SIZE = 16
 @typing.no_type_check
 def paged_attention(
     q: Float[Array, "rows heads head_dim"],
-    k_pages: Float[Array, "pages kv_heads page_size head_dim"],
-    v_pages: Float[Array, "pages kv_heads page_size head_dim"],
+    kv_pages: Float[Array, "2 pages kv_heads page_size head_dim"],
     page_table: Int32[Array, "seqs pages_per_seq"],
     bounds: Int32[Array, "seqs+1"],
     kv_lens: Int32[Array, " seqs"],
@@ -50,8 +49,8 @@ def paged_attention(
     Args:
       q: queries; float32, bfloat16 or float16. `head_dim` is a multiple of 8, at most
         256; `heads` a multiple of `kv_heads`.
-      k_pages: keys in q's dtype; `page_size` is a power of two, at least 16.
-      v_pages: values, likewise.
+      kv_pages: keys, then values, in q's dtype; `page_size` is a power of two, at
+        least 16.
       page_table: pages of each sequence. Entries that `kv_lens` does not need may
         hold anything.
       bounds: rows `bounds[s] .. bounds[s + 1]` are sequence `s`'s, ascending from 0.
@@ -71,11 +70,11 @@ def paged_attention(
     Raises:
       ValueError: an argument's shape, dtype or value is none of the above.
     """
-    _check(q, k_pages, v_pages, page_table, bounds, kv_lens, max_query_len)
+    _check(q, kv_pages, page_table, bounds, kv_lens, max_query_len)
     scale = q.shape[2] ** -0.5 if scale is None else float(scale)
     if not 0 < scale < math.inf:
         raise ValueError(f"scale must be positive and finite, got {scale}")
-    operands = (q, k_pages, v_pages, page_table, bounds, kv_lens)
+    operands = (q, kv_pages, page_table, bounds, kv_lens)
     implementation = resolve(implementation)
     if implementation == "xla":
         return _attention_reference.paged_attention(
@@ -91,8 +90,7 @@ def paged_attention(
 
 def _check(
     q: Array,
-    k_pages: Array,
-    v_pages: Array,
+    kv_pages: Array,
     page_table: Array,
     bounds: Array,
     kv_lens: Array,
@@ -100,7 +98,7 @@ def _check(
 ) -> None:
     shapes = {
         "q": (q, "[rows, heads, head_dim]", 3),
-        "k_pages": (k_pages, "[pages, kv_heads, page_size, head_dim]", 4),
+        "kv_pages": (kv_pages, "[2, pages, kv_heads, page_size, head_dim]", 5),
         "page_table": (page_table, "[seqs, pages_per_seq]", 2),
     }
     for name, (array, shape, ndim) in shapes.items():
@@ -109,27 +107,29 @@ def _check(
                 f"{name} must be {shape}, none of them 0, got shape {array.shape}"
             )
     _, heads, head_dim = q.shape
-    _, kv_heads, page_size, kv_head_dim = k_pages.shape
+    parts, _, kv_heads, page_size, kv_head_dim = kv_pages.shape
     seqs = page_table.shape[0]
+    if parts != 2:
+        raise ValueError(
+            f"kv_pages must be keys and values, 2 parts, got shape {kv_pages.shape}"
+        )
     if kv_head_dim != head_dim:
         raise ValueError(
-            f"k_pages must have q's head_dim {head_dim}, got shape {k_pages.shape}"
+            f"kv_pages must have q's head_dim {head_dim}, got shape {kv_pages.shape}"
         )
     for name, array, shape in (
-        ("v_pages", v_pages, k_pages.shape),
         ("bounds", bounds, (seqs + 1,)),
         ("kv_lens", kv_lens, (seqs,)),
     ):
         if array.shape != shape:
             raise ValueError(
-                f"{name} must have shape {shape} (k_pages {k_pages.shape}, page_table "
-                f"{page_table.shape}), got {array.shape}"
+                f"{name} must have shape {shape} (page_table {page_table.shape}), got "
+                f"{array.shape}"
             )
     if q.dtype.name not in _DTYPES:
         raise ValueError(f"q must be one of {', '.join(_DTYPES)}, got {q.dtype}")
     for name, array, dtype in (
-        ("k_pages", k_pages, q.dtype),
-        ("v_pages", v_pages, q.dtype),
+        ("kv_pages", kv_pages, q.dtype),
         ("page_table", page_table, jnp.dtype("int32")),
         ("bounds", bounds, jnp.dtype("int32")),
         ("kv_lens", kv_lens, jnp.dtype("int32")),

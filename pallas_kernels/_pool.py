@@ -78,6 +78,11 @@ class LoraPool:
         return jnp.zeros(1, jnp.int32) if self.layer is None else self.layer
 
     @property
+    def tables(self) -> tuple[Array, Array, Array]:
+        """What kernels look up pages in, in their order."""
+        return self.page_table, self.num_pages, self.layer_index
+
+    @property
     def pages_per_layer(self) -> int:
         return self.a.shape[0] // self.num_layers
 

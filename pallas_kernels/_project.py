@@ -23,6 +23,7 @@ from punica_jax.pallas_kernels._page_tiles import (
     dot,
     load,
     mask_of,
+    shrink_block,
     tile_rows,
 )
 from punica_jax.pallas_kernels._pool import RANK_PAGE, LoraPool
@@ -64,7 +65,9 @@ def project(
     """
     rows, d_in = x.shape
     d_out = weight.shape[0]
-    config = config or project_config(d_in, d_out, x.dtype, shared_bytes())
+    config = config or project_config(
+        d_in, d_out, x.dtype, shared_bytes(), shrinks=lora is not None
+    )
     options = {"bias": bias, "residual": residual}
     options = {name: array for name, array in options.items() if array is not None}
     shapes = [jax.ShapeDtypeStruct((rows, d_out), x.dtype)]
@@ -200,7 +203,6 @@ def _shrink_group(x_ref, operands, v_ref, program, shrinks: _Shrinks) -> None:
     tile_slot_ref, tile_first_ref, tile_end_ref = tiles
     config, block_rows = shrinks.config, shrinks.block_rows
     tile, module, group = shrinks.place(program)
-    d_in = a_ref.shape[3]
     max_rank = page_table_ref.shape[1] * RANK_PAGE
     slot = tile_slot_ref[0, tile]
     tables = page_table_ref, num_pages_ref, layer_ref
@@ -211,8 +213,7 @@ def _shrink_group(x_ref, operands, v_ref, program, shrinks: _Shrinks) -> None:
         entry, live, row = tile_rows(
             rows_ref, tile_first_ref, tile_end_ref, 0, tile, block_rows
         )
-        whole = config.splits * config.steps * config.block_d == d_in
-        size = pl.cdiv(config.splits, shrinks.num_groups)
+        size = pl.cdiv(config.splits, SPLIT_GROUPS)
         # The last groups may be shorter, or empty.
         num_splits = jnp.clip(config.splits - group * size, 0, size)
 
@@ -225,18 +226,9 @@ def _shrink_group(x_ref, operands, v_ref, program, shrinks: _Shrinks) -> None:
                 total, acc = sums
                 for i in range(at_once):
                     block = (group * size * turns + turn) * at_once + i
-                    k = block * config.block_d
-                    k = (k + jnp.arange(config.block_d, dtype=jnp.int32))[None, :]
-                    inside = None if whole else k < d_in
-                    x = load(
-                        x_ref.at[row[:, None], k],
-                        mask_of((block_rows, k.size), live[:, None], inside),
+                    acc = acc + shrink_block(
+                        x_ref, a_ref, (row, live), module, lanes, block, config
                     )
-                    a = load(
-                        a_ref.at[lanes.page, module, lanes.lane, k],
-                        mask_of((lanes.size, k.size), lanes.used_rows, inside),
-                    )
-                    acc = acc + dot(x, a.T)
                 ends = lax.rem(turn + 1, jnp.int32(turns)) == 0
                 return jnp.where(ends, total + acc, total), jnp.where(ends, 0.0, acc)
 

@@ -21,6 +21,7 @@ from punica_jax.pallas_kernels._page_tiles import (
     load,
     mask_of,
     module_of_block,
+    shrink_block,
     tile_rows,
 )
 from punica_jax.pallas_kernels._pool import RANK_PAGE, LoraPool
@@ -39,9 +40,7 @@ SPLIT_GROUPS = 4
 def launch_tables(pool: LoraPool, segments: Segments) -> tuple[Array, ...]:
     """Return where every launch looks up its pages and rows, in the kernels' order."""
     return (
-        pool.page_table,
-        pool.num_pages,
-        pool.layer_index,
+        *pool.tables,
         segments.rows,
         segments.tile_slot,
         segments.tile_first,
@@ -113,7 +112,6 @@ def _shrink_kernel(
         number, tile = lax.div(tile, num_tiles), lax.rem(tile, num_tiles)
     module = pl.program_id(1)
     split = pl.program_id(2)
-    d_in = a_ref.shape[3]
     max_rank = page_table_ref.shape[1] * RANK_PAGE
     slot = tile_slot_ref[number, tile]
     tables = page_table_ref, num_pages_ref, layer_ref
@@ -127,19 +125,10 @@ def _shrink_kernel(
 
         def multiply(lanes: PageLanes, _=None):
             def add_block(step, acc):
-                start = (split * config.steps + step) * config.block_d
-                k = (start + jnp.arange(config.block_d, dtype=jnp.int32))[None, :]
-                whole = config.splits * config.steps * config.block_d == d_in
-                inside = None if whole else k < d_in
-                x = load(
-                    x_ref.at[row[:, None], k],
-                    mask_of((block_rows, k.size), live[:, None], inside),
+                block = split * config.steps + step
+                return acc + shrink_block(
+                    x_ref, a_ref, (row, live), module, lanes, block, config
                 )
-                a = load(
-                    a_ref.at[lanes.page, module, lanes.lane, k],
-                    mask_of((lanes.size, k.size), lanes.used_rows, inside),
-                )
-                return acc + dot(x, a.T)
 
             acc = jnp.zeros((block_rows, lanes.size), jnp.float32)
             acc = lax.fori_loop(0, config.steps, add_block, acc)

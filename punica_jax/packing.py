@@ -7,7 +7,6 @@ import math
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
@@ -21,13 +20,13 @@ class Layout(NamedTuple):
     """
 
     structure: Any
-    arrays: tuple[tuple[tuple[int, ...], str], ...]
+    arrays: tuple[tuple[tuple[int, ...], np.dtype], ...]
 
 
 def pack(tree: Any) -> tuple[np.ndarray, Layout]:
     """Return all of a tree's arrays as one `i32` vector, and what `unpack` needs."""
     leaves, structure = jax.tree.flatten(tree)
-    arrays = tuple((leaf.shape, leaf.dtype.name) for leaf in leaves)
+    arrays = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
     packed = np.concatenate([leaf.ravel().view(np.int32) for leaf in leaves])
     return packed, Layout(structure, arrays)
 
@@ -37,7 +36,7 @@ def unpack(packed: Array, layout: Layout) -> Any:
     leaves, start = [], 0
     for shape, dtype in layout.arrays:
         end = start + math.prod(shape)
-        part = lax.bitcast_convert_type(packed[start:end], jnp.dtype(dtype))
+        part = lax.bitcast_convert_type(packed[start:end], dtype)
         leaves.append(part.reshape(shape))
         start = end
     return jax.tree.unflatten(layout.structure, leaves)

@@ -44,8 +44,12 @@ def workspace_bytes(
     gathered = ranks * pages * (itemsize + 4)
     cached = sizes.num_kv_pages * sizes.page_size
     cached *= config.num_kv_heads * config.head_dim
-    # One layer's keys and values, which it may widen before they are gathered.
-    widened = 2 * 4 * cached if itemsize < 4 else 0
+    widened = 0
+    if itemsize < 4:
+        # One layer's keys and values, which it may widen before they are gathered, and
+        # the widest product, which may be there as float32 while it is rounded.
+        widest = max(sum(d_outs) for _, _, d_outs in groups)
+        widened = 2 * 4 * cached + (4 + itemsize) * sizes.max_rows * widest
     tokens = sizes.max_seats * sizes.pages_per_seq * sizes.page_size
     # Keys, values, and each once more with what is no token taken out; and scores.
     attended = 4 * tokens * (4 * config.num_kv_heads * config.head_dim)

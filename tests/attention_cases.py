@@ -38,8 +38,8 @@ class Batch:
         needs = [-(-len(k) // page_size) for k in self.k]
         num_pages = sum(needs) + 3
         order = list(np.random.default_rng(seed).permutation(num_pages))
-        shape = (num_pages, self.k[0].shape[1], page_size, self.k[0].shape[2])
-        pools = [np.full(shape, fill, np.float32) for _ in range(2)]
+        shape = (2, num_pages, self.k[0].shape[1], page_size, self.k[0].shape[2])
+        pools = np.full(shape, fill, np.float32)
         table = np.full((len(needs), self.pages_per_seq), table_fill, np.int32)
         for seq, need in enumerate(needs):
             table[seq, :need] = [order.pop() for _ in range(need)]
@@ -53,7 +53,7 @@ class Batch:
         kv_lens = np.array([len(k) for k in self.k], np.int32)
         # What an idle sequence's length says must not matter.
         kv_lens[bounds[1:] == bounds[:-1]] = 12345
-        values = (q.astype(dtype), *(pool.astype(dtype) for pool in pools))
+        values = (q.astype(dtype), pools.astype(dtype))
         return tuple(map(jnp.asarray, (*values, table, bounds, kv_lens)))
 
     def expected(self, scale=None):

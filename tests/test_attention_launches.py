@@ -68,13 +68,13 @@ def test_cuda_lowering(heads, kv_heads, head_dim, dtype):
     calls = lowered_kernels(batch.operands(), max_query_len=1)
     assert set(calls) == {"paged_attention_decode", "paged_attention_combine"}
     # Page table, bounds and lengths reach the kernel as they are.
-    assert calls["paged_attention_decode"][3:] == ["3x5xi32", "4xi32", "3xi32"]
+    assert calls["paged_attention_decode"][2:] == ["3x5xi32", "4xi32", "3xi32"]
     assert calls["paged_attention_combine"][-1] == "4xi32"
 
     batch = make_batch([30, 1, 9], [30, 40, 50], **shape)
     calls = lowered_kernels(batch.operands(), max_query_len=30)
     assert set(calls) == {"paged_attention_prefill"}
-    assert calls["paged_attention_prefill"][3] == "3x5xi32"
+    assert calls["paged_attention_prefill"][2] == "3x5xi32"
 
 
 def test_wide_decode_needs_no_second_launch():
@@ -142,8 +142,7 @@ def test_bad_configs(make, message):
 
 GOOD = {
     "q": ((4, 6, 16), "float32"),
-    "k_pages": ((5, 2, 16, 16), "float32"),
-    "v_pages": ((5, 2, 16, 16), "float32"),
+    "kv_pages": ((2, 5, 2, 16, 16), "float32"),
     "page_table": ((3, 2), "int32"),
     "bounds": ((4,), "int32"),
     "kv_lens": ((3,), "int32"),
@@ -162,9 +161,13 @@ GOOD = {
             "q must be [rows, heads, head_dim], none of them 0, got shape (0, 6, 16)",
         ),
         (
-            {"k_pages": ((5, 16, 16), "float32")},
-            "k_pages must be [pages, kv_heads, page_size, head_dim], none of them 0, "
-            "got shape (5, 16, 16)",
+            {"kv_pages": ((5, 2, 16, 16), "float32")},
+            "kv_pages must be [2, pages, kv_heads, page_size, head_dim], none of them "
+            "0, got shape (5, 2, 16, 16)",
+        ),
+        (
+            {"kv_pages": ((3, 5, 2, 16, 16), "float32")},
+            "kv_pages must be keys and values, 2 parts, got shape (3, 5, 2, 16, 16)",
         ),
         (
             {"page_table": ((3,), "int32")},
@@ -172,30 +175,23 @@ GOOD = {
         ),
         (
             {"q": ((4, 6, 8), "float32")},
-            "k_pages must have q's head_dim 8, got shape (5, 2, 16, 16)",
-        ),
-        (
-            {"v_pages": ((5, 2, 16, 8), "float32")},
-            "v_pages must have shape (5, 2, 16, 16) (k_pages (5, 2, 16, 16), "
-            "page_table (3, 2)), got (5, 2, 16, 8)",
+            "kv_pages must have q's head_dim 8, got shape (2, 5, 2, 16, 16)",
         ),
         (
             {"bounds": ((3,), "int32")},
-            "bounds must have shape (4,) (k_pages (5, 2, 16, 16), page_table (3, 2)), "
-            "got (3,)",
+            "bounds must have shape (4,) (page_table (3, 2)), got (3,)",
         ),
         (
             {"kv_lens": ((4,), "int32")},
-            "kv_lens must have shape (3,) (k_pages (5, 2, 16, 16), page_table (3, 2)), "
-            "got (4,)",
+            "kv_lens must have shape (3,) (page_table (3, 2)), got (4,)",
         ),
         (
             {"q": ((4, 6, 16), "int32")},
             "q must be one of float32, bfloat16, float16, got int32",
         ),
         (
-            {"k_pages": ((5, 2, 16, 16), "bfloat16")},
-            "k_pages must be float32, got bfloat16",
+            {"kv_pages": ((2, 5, 2, 16, 16), "bfloat16")},
+            "kv_pages must be float32, got bfloat16",
         ),
         ({"bounds": ((4,), "uint32")}, "bounds must be int32, got uint32"),
         (
@@ -205,16 +201,12 @@ GOOD = {
         (
             {
                 "q": ((4, 6, 12), "float32"),
-                "k_pages": ((5, 2, 16, 12), "float32"),
-                "v_pages": ((5, 2, 16, 12), "float32"),
+                "kv_pages": ((2, 5, 2, 16, 12), "float32"),
             },
             "head_dim must be a multiple of 8 and at most 256, got 12",
         ),
         (
-            {
-                "k_pages": ((5, 2, 48, 16), "float32"),
-                "v_pages": ((5, 2, 48, 16), "float32"),
-            },
+            {"kv_pages": ((2, 5, 2, 48, 16), "float32")},
             "page_size must be a power of two and at least 16, got 48",
         ),
         ({"max_query_len": 0}, "max_query_len must be at least 1, got 0"),

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from punica_jax.pallas_kernels import (
-    lora,
+    RANK_PAGE,
     lora_gated,
     lora_linear,
     lora_rotary,
@@ -18,6 +18,8 @@ from punica_jax.pallas_kernels import (
     rms_norm,
     segment_metadata,
 )
+from punica_jax.pallas_kernels._project import project
+from punica_jax.pallas_kernels._sgmv import SPLIT_GROUPS, shrink
 from punica_jax.pallas_kernels._sgmv_config import (
     MAX_PROJECT_ROWS,
     project_config,
@@ -33,11 +35,12 @@ HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE = 4, 2, 24, 16
 # Modules without an adapter, of one page and of several.
 RANKS = [[16, 16], [8, 40], [0, 16], [16, 0], [5, 3]]
 ROWS = 21
+MANY = 40  # too many for programs of one row
 
 
-def gated_case(dtype, max_rank=None):
+def gated_case(dtype, max_rank=None, rows=ROWS):
     return make_case(
-        rows=ROWS,
+        rows=rows,
         ranks=RANKS if max_rank is None else [[16, 16]] * 5,
         d_in=40,
         d_outs=(WIDTH, WIDTH),
@@ -46,18 +49,17 @@ def gated_case(dtype, max_rank=None):
     )
 
 
-def rotary_case(dtype):
+def rotary_case(dtype, rows=ROWS):
     d_outs = tuple(heads * HEAD_DIM for heads in (HEADS, KV_HEADS, KV_HEADS))
     ranks = [[a, b, a] for a, b in RANKS]
-    return make_case(rows=ROWS, ranks=ranks, d_in=40, d_outs=d_outs, dtype=dtype)
+    return make_case(rows=rows, ranks=ranks, d_in=40, d_outs=d_outs, dtype=dtype)
 
 
 class Cache(NamedTuple):
     """What `lora_rotary` takes beside `lora`'s operands."""
 
     rotary: tuple
-    k_pages: jax.Array
-    v_pages: jax.Array
+    kv_pages: jax.Array
     page: jax.Array
     offset: jax.Array
 
@@ -68,14 +70,12 @@ def make_cache(dtype, rows):
     angle = rng.uniform(0, 6, (rows, HEAD_DIM // 2)).astype(np.float32)
     angle = jnp.asarray(np.concatenate([angle, angle], axis=1))
     pages = rng.standard_normal((2, num_pages, KV_HEADS, PAGE_SIZE, HEAD_DIM))
-    k_pages, v_pages = jnp.asarray(pages, dtype)
     at = rng.permutation(num_pages * PAGE_SIZE)[:rows]
     page = at // PAGE_SIZE
     page[rows // 2] = num_pages + rows  # a row that stores nothing
     return Cache(
         rotary=(jnp.cos(angle).astype(dtype), jnp.sin(angle).astype(dtype)),
-        k_pages=k_pages,
-        v_pages=v_pages,
+        kv_pages=jnp.asarray(pages, dtype),
         page=jnp.asarray(page, jnp.int32),
         offset=jnp.asarray(at % PAGE_SIZE, jnp.int32),
     )
@@ -121,7 +121,8 @@ def run_rotary(y, x, pool, segments, cache, *, implementation):
 def some_slots(case, rows=ROWS):
     rng = np.random.default_rng(1)
     num_slots = case.pool.num_slots
-    return slots_of("uniform", rows, num_slots=num_slots, num_idle=4, rng=rng)
+    num_idle = max(4, rows - num_slots**2)
+    return slots_of("uniform", rows, num_slots=num_slots, num_idle=num_idle, rng=rng)
 
 
 def assert_near(actual, expected, dtype):
@@ -146,24 +147,29 @@ def expected_rotary(y, cache):
     return q, k, y[:, HEADS + KV_HEADS :]
 
 
+ON_GPU = [
+    pytest.param(dtype, "pallas_triton", marks=pytest.mark.gpu)
+    for dtype in ("float32", "bfloat16", "float16")
+]
+
+
 @pytest.mark.parametrize(
     ("dtype", "implementation"),
     [
         ("float32", "xla"),
         ("float32", "pallas_interpret"),
+        ("bfloat16", "pallas_interpret"),
         pytest.param("bfloat16", "xla", marks=pytest.mark.grid),
         pytest.param("float16", "xla", marks=pytest.mark.grid),
-        pytest.param("bfloat16", "pallas_interpret", marks=pytest.mark.grid),
         pytest.param("float16", "pallas_interpret", marks=pytest.mark.grid),
-        pytest.param("float32", "pallas_triton", marks=pytest.mark.gpu),
-        pytest.param("bfloat16", "pallas_triton", marks=pytest.mark.gpu),
-        pytest.param("float16", "pallas_triton", marks=pytest.mark.gpu),
+        *ON_GPU,
     ],
 )
+@pytest.mark.parametrize("rows", [ROWS, pytest.param(MANY, marks=pytest.mark.grid)])
 class TestAgainstTheStepsOneByOne:
-    def test_gated(self, dtype, implementation):
-        case = gated_case(dtype)
-        slots = some_slots(case)
+    def test_gated(self, rows, dtype, implementation):
+        case = gated_case(dtype, rows=rows)
+        slots = some_slots(case, rows)
         segments = segments_of(case, slots, implementation)
         x, y = jnp.asarray(case.x), jnp.asarray(case.y)
         actual = run_gated(y, x, case.pool, segments, implementation=implementation)
@@ -174,24 +180,21 @@ class TestAgainstTheStepsOneByOne:
         np.testing.assert_array_equal(actual[slots < 0], base[slots < 0])
         assert not np.array_equal(actual, base)
 
-    def test_rotary(self, dtype, implementation):
-        case = rotary_case(dtype)
-        slots = some_slots(case)
+    def test_rotary(self, rows, dtype, implementation):
+        case = rotary_case(dtype, rows)
+        slots = some_slots(case, rows)
         segments = segments_of(case, slots, implementation)
         x, y = jnp.asarray(case.x), jnp.asarray(case.y)
-        cache = make_cache(dtype, ROWS)
-        stored = np.asarray(cache.page) < cache.k_pages.shape[0]
+        cache = make_cache(dtype, rows)
+        stored = np.asarray(cache.page) < cache.kv_pages.shape[1]
         at = (cache.page[stored], slice(None), cache.offset[stored])
         for operands in ((x, case.pool, segments), (x, None, None)):
-            q, k_pages, v_pages = run_rotary(
-                y, *operands, cache, implementation=implementation
-            )
+            q, kv_pages = run_rotary(y, *operands, cache, implementation=implementation)
             sums = case.y if operands[1] is None else case.expected(slots)
             want_q, want_k, want_v = expected_rotary(sums, cache)
             assert_near(q, want_q, dtype)
-            for pages, old, want in (
-                (k_pages, cache.k_pages, want_k),
-                (v_pages, cache.v_pages, want_v),
+            for pages, old, want in zip(
+                kv_pages, cache.kv_pages, (want_k, want_v), strict=True
             ):
                 assert_near(pages[at], want[stored], dtype)
                 # All else is as it was, to the bit.
@@ -201,17 +204,21 @@ class TestAgainstTheStepsOneByOne:
 @pytest.mark.parametrize("implementation", [XLA_GRID, GRID, GPU])
 def test_a_row_is_bitwise_the_same_alone(implementation):
     gated, rotary = gated_case("bfloat16"), rotary_case("bfloat16")
+    linear, weight, bias = linear_case("bfloat16", d_in=136)
     cache = make_cache("bfloat16", ROWS)
     slots = some_slots(gated)
 
     def run(rows):
         out = []
-        for case in (gated, rotary):
+        for case in (gated, rotary, linear):
             segments = segments_of(case, slots[rows], implementation)
             y, x = jnp.asarray(case.y[rows]), jnp.asarray(case.x[rows])
             lora = (y, x, case.pool, segments)
             if case is gated:
                 out.append(run_gated(*lora, implementation=implementation))
+            elif case is linear:
+                operands = x, weight, (case.pool, segments), bias, y
+                out.append(run_linear(*operands, implementation=implementation))
             else:
                 tables = tuple(table[rows] for table in cache.rotary)
                 part = cache._replace(
@@ -246,9 +253,12 @@ def test_several_adapters_on_a_row(implementation):
 
 
 @pytest.mark.parametrize("implementation", [GRID, GPU])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("max_rank", [16, 128])
-def test_one_adapter_of_one_page_in_tables_of_any_width(max_rank, implementation):
-    case = gated_case("float32", max_rank)
+def test_one_adapter_of_one_page_in_tables_of_any_width(
+    max_rank, dtype, implementation
+):
+    case = gated_case(dtype, max_rank)
     slots = some_slots(case)
     weights = np.linspace(0.5, 2, ROWS, dtype=np.float32)
     segments = segment_metadata(
@@ -264,7 +274,7 @@ def test_one_adapter_of_one_page_in_tables_of_any_width(max_rank, implementation
         segments,
         implementation=implementation,
     )
-    assert_near(actual, expected_gated(case.expected(slots, weights)), "float32")
+    assert_near(actual, expected_gated(case.expected(slots, weights)), dtype)
 
 
 @pytest.mark.parametrize("implementation", [GRID, GPU])
@@ -348,9 +358,7 @@ LINEAR_DTYPES = [
     ("float32", "pallas_interpret"),
     ("bfloat16", "pallas_interpret"),
     pytest.param("float16", "pallas_interpret", marks=pytest.mark.grid),
-    pytest.param("float32", "pallas_triton", marks=pytest.mark.gpu),
-    pytest.param("bfloat16", "pallas_triton", marks=pytest.mark.gpu),
-    pytest.param("float16", "pallas_triton", marks=pytest.mark.gpu),
+    *ON_GPU,
 ]
 
 
@@ -404,24 +412,24 @@ def test_linear(rows, dtype, implementation):
         pytest.param(2504, marks=pytest.mark.grid),
     ],
 )
-def test_the_product_beside_the_base_is_that_of_two_launches(d_in, implementation):
+def test_the_shrink_beside_the_base_is_that_of_its_own_launch(d_in, implementation):
     case, weight, _ = linear_case("bfloat16", d_in=d_in)
     slots = some_slots(case)
     segments = segments_of(case, slots, implementation)
-    x, y = jnp.asarray(case.x), jnp.asarray(case.y)
-    one = run_linear(
-        x,
-        jnp.zeros_like(weight),
-        (case.pool, segments),
-        None,
-        y,
-        implementation=implementation,
-    )
-    two = jax.jit(functools.partial(lora, implementation=implementation))(
-        y, x, case.pool, segments
-    )
-    # To the bit: a row's product is the same whatever launch it is a part of.
-    np.testing.assert_array_equal(one, two)
+    x, lora = jnp.asarray(case.x), (case.pool, segments)
+    interpret = {"interpret": implementation != "pallas_triton"}
+    _, groups = jax.jit(functools.partial(project, **interpret))(x, weight, lora)
+    splits = jax.jit(functools.partial(shrink, **interpret))(x, *lora)
+    size = -(-len(splits) // SPLIT_GROUPS)
+    for group, own in enumerate(groups):
+        parts = splits[group * size : (group + 1) * size]
+        total = functools.reduce(jnp.add, parts, jnp.zeros_like(own))
+        for entry, slot in enumerate(np.asarray(segments.slots[0])):
+            for module, pages in enumerate(np.asarray(case.pool.num_pages[slot])):
+                first = module * case.pool.max_rank
+                ranks = slice(first, first + pages * RANK_PAGE * (slot >= 0))
+                # To the bit: the order of a sum does not depend on the launch.
+                np.testing.assert_array_equal(own[entry, ranks], total[entry, ranks])
 
 
 @pytest.mark.parametrize("kib", [227, 163, 99])  # H200, A100, L4

@@ -122,7 +122,7 @@ def test_epilogues(dtype, max_rank):
     def forward(x, gate_up, qkv, table, pages, at, slots, pools):
         kernels = {"implementation": "pallas_triton"}
         segments = segment_metadata(slots, num_slots=3, **kernels)
-        cache = ((table, table), pages, pages, at, at)
+        cache = ((table, table), pages, at, at)
         own, other = ((pool, segments) for pool in pools)
         return [
             lora_gated(x, gate_up, **kernels),
@@ -139,14 +139,16 @@ def test_epilogues(dtype, max_rank):
         jnp.zeros((2 * 344, 64), dtype),
         jnp.zeros((6 * 80, 64), dtype),
         jnp.zeros((rows, 80), dtype),
-        jnp.zeros((4, 1, 16, 80), dtype),
+        jnp.zeros((2, 4, 1, 16, 80), dtype),
         index,
         index,
         (pool(344, 344), pool(320, 80, 80)),
     )
-    expands = ["lora_gated_expand", "lora_rotary_expand"] * 2
-    # Of float32 the base products are XLA's.
-    products = ["lora_project"] * 4 if dtype != jnp.float32 else ["lora_shrink"] * 2
+    # Of float32 the base products are XLA's, and rows are taken by tiles.
+    few = dtype != jnp.float32
+    products = ["lora_project"] * 4 if few else ["lora_shrink"] * 2
+    kind = "rows" if few else "expand"
+    expands = [f"lora_gated_{kind}", f"lora_rotary_{kind}"] * 2
     assert sorted(names(calls)) == sorted([*expands, *products, "segment_metadata"])
 
 
@@ -171,11 +173,14 @@ def test_whole_step(form):
     num_layers = CONFIG.num_layers
     assert calls.count("rms_norm") == 2 * num_layers + 1
     # qkv, o, gate and up, down: few rows' products and shrinks are one launch.
+    # Few rows are expanded one by one, more of them in tiles.
     products = {"decode": "lora_project", "prefill": "lora_shrink"}
     assert calls.count(products[form]) == 4 * num_layers
-    assert calls.count("lora_rotary_expand") == num_layers
-    assert calls.count("lora_gated_expand") == num_layers
-    assert calls.count("lora_expand") == 2 * num_layers
+    rows = {"decode": "rows", "prefill": "expand"}[form]
+    assert calls.count(f"lora_rotary_{rows}") == num_layers
+    assert calls.count(f"lora_gated_{rows}") == num_layers
+    plain = {"decode": "lora_expand_rows", "prefill": "lora_expand"}[form]
+    assert calls.count(plain) == 2 * num_layers
     attention = [name for name in calls if "attention" in name]
     assert {name for name in attention if form in name}, attention
     assert len(calls) == 2 + 10 * num_layers + len(attention)

@@ -151,12 +151,13 @@ class TestXla(AttentionTests):
         batch = make_batch([1, 5], [20, 40], heads=4, kv_heads=2)
         mesh = jax.make_mesh((2,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
         heads, everywhere = jax.P(None, "model"), jax.P()
+        kv_heads = jax.P(None, None, "model")
         sharded = jax.shard_map(
             lambda *operands: paged_attention(
                 *operands, max_query_len=5, implementation="xla"
             ),
             mesh=mesh,
-            in_specs=(heads, heads, heads, everywhere, everywhere, everywhere),
+            in_specs=(heads, kv_heads, everywhere, everywhere, everywhere),
             out_specs=heads,
         )
         assert_near(jax.jit(sharded)(*batch.operands()), batch.expected())

@@ -9,6 +9,17 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _compiled():
+    """Let go of what a file's tests compiled: a process may map only so many pieces.
+
+    XLA's CPU programs map about ten each, Linux allows 65,530 unless told otherwise,
+    and the program that gets no more ends the process.
+    """
+    yield
+    jax.clear_caches()
+
+
 class CompileCounter:
     """Counts what XLA compiles inside a `with` block."""
 

@@ -38,6 +38,7 @@ from punica_jax.pallas_kernels._attention_prefill import (
 from punica_jax.pallas_kernels._attention_prefill import (
     default_config as prefill_config,
 )
+from punica_jax.pallas_kernels.shapes import MODEL_SHAPES, ModelShape
 
 # Measured on one H200: a large bfloat16 product of random values.
 PEAK_FLOPS_PER_S = 0.79e15
@@ -56,9 +57,9 @@ class Case:
     seqs: int
     query_len: int
     kv_len: int
-    heads: int = 32
-    kv_heads: int = 32
-    head_dim: int = 128
+    heads: int
+    kv_heads: int
+    head_dim: int
     page_size: int = 64
 
     @property
@@ -85,26 +86,25 @@ class Case:
         return max(self.num_bytes / PEAK_BYTES_PER_S, self.num_flops / PEAK_FLOPS_PER_S)
 
 
-CASES = (
-    Case(name="7b-1", seqs=1, query_len=1, kv_len=512),
-    Case(name="7b-8", seqs=8, query_len=1, kv_len=512),
-    Case(name="7b-32", seqs=32, query_len=1, kv_len=512),
-    Case(name="7b-64", seqs=64, query_len=1, kv_len=512),
-    Case(name="7b-128", seqs=128, query_len=1, kv_len=512),
-    Case(name="7b-32-500", seqs=32, query_len=1, kv_len=500),
-    Case(name="7b-1-4k", seqs=1, query_len=1, kv_len=4096),
-    Case(name="7b-16-4k", seqs=16, query_len=1, kv_len=4096),
-    Case(name="8b-1", seqs=1, query_len=1, kv_len=512, kv_heads=8),
-    Case(name="8b-8", seqs=8, query_len=1, kv_len=512, kv_heads=8),
-    Case(name="8b-32", seqs=32, query_len=1, kv_len=512, kv_heads=8),
-    Case(name="8b-128", seqs=128, query_len=1, kv_len=512, kv_heads=8),
-    Case(name="8b-1-4k", seqs=1, query_len=1, kv_len=4096, kv_heads=8),
-    Case(name="8b-32-4k", seqs=32, query_len=1, kv_len=4096, kv_heads=8),
-    Case(name="7b-prefill-2048", seqs=1, query_len=2048, kv_len=2048),
-    Case(name="7b-prefill-4x512", seqs=4, query_len=512, kv_len=512),
-    Case(name="8b-prefill-2048", seqs=1, query_len=2048, kv_len=2048, kv_heads=8),
-    Case(name="8b-prefill-4x512", seqs=4, query_len=512, kv_len=512, kv_heads=8),
-)
+def cases_of(shape: ModelShape) -> list[Case]:
+    """Return sequences that decode, by tokens of each, and whole prompts."""
+    decode = {512: (1, 8, 32, 64, 128), 500: (32,), 4096: (1, 16, 32)}
+    sizes = [(seqs, 1, kv_len) for kv_len, many in decode.items() for seqs in many]
+    return [
+        Case(
+            name=f"{shape.name.lower()}-{seqs}x{query_len}-{kv_len}",
+            seqs=seqs,
+            query_len=query_len,
+            kv_len=kv_len,
+            heads=shape.num_heads,
+            kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+        )
+        for seqs, query_len, kv_len in [*sizes, (1, 2048, 2048), (4, 512, 512)]
+    ]
+
+
+CASES = [case for shape in MODEL_SHAPES.values() for case in cases_of(shape)]
 
 
 def make_operands(case: Case, seed: int) -> Operands:

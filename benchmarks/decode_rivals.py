@@ -111,7 +111,7 @@ def _ragged_dot(y, x, a, b, rows, d_outs):
 
 
 def _loop(y, x, a, b, rows, d_outs):
-    return launch_loop(y, x, rows[0], a, b, d_outs=d_outs)
+    return launch_loop(y, x, a, b, rows[0], d_outs=d_outs)
 
 
 LAUNCHES = {"gather": _gather, "ragged_dot": _ragged_dot, "loop": _loop}

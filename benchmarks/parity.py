@@ -1,6 +1,6 @@
 """A bfloat16 model's logits beside transformers' and peft's, on one device.
 
-    python -m benchmarks.parity [--shape 7B] [--out results.jsonl]
+    python -m benchmarks.parity [--shape 7B] [--out results/FILE.jsonl]
 
 A random model and four random adapters are made and saved by transformers and peft and
 read by this library, as files of anybody's would be. Sequences under different adapters
@@ -13,9 +13,8 @@ either from the same model in float32. Needs the extra `parity`.
 import argparse
 import functools
 import gc
-import json
 import tempfile
-import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -35,6 +34,7 @@ from transformers import (  # pyright: ignore[reportMissingImports]
 )
 
 import punica_jax as pj
+from benchmarks.provenance import Log
 from punica_jax.models import CachedAttention, KvCache, Llama, LoraPools, SeqTable
 from punica_jax.pallas_kernels import segment_metadata
 from punica_jax.pallas_kernels.shapes import MODEL_SHAPES
@@ -190,13 +190,15 @@ def agreement(left: Logits, right: Logits) -> float:
     return float(np.concatenate(same).mean())
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(words: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", choices=sorted(MODEL_SHAPES), default="7B")
     parser.add_argument("--layers", type=int, help="fewer layers, to try it out")
-    parser.add_argument("--commit", default="unknown", help="what is measured")
-    parser.add_argument("--out", help="a JSON line is appended here")
-    args = parser.parse_args()
+    Log.add_options(parser)
+    args = parser.parse_args(words)
+    log = Log(args)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     vocab_size = MODEL_SHAPES[args.shape].vocab_size
     rng = np.random.default_rng(SEED)
@@ -233,25 +235,19 @@ def main() -> None:
         rms, most = f"{gap['rms']:.4f}", f"{gap['max']:.3f}"
         table.add_row(name, rms, most, f"{100 * same[name]:.1f} %")
     Console(width=100).print(table)
-    record = {
-        "benchmark": "parity",
-        "shape": args.shape,
-        "layers": args.layers or MODEL_SHAPES[args.shape].num_layers,
-        "adapters": len(RANKS),
-        "range": span,
-        "gaps": gaps,
-        "same_argmax": same,
-        "ratio": ratio,
-        "device": jax.devices()[0].device_kind,
-        "jax": jax.__version__,
-        "torch": torch.__version__,
-        "commit": args.commit,
-        "date": time.strftime("%Y-%m-%d"),
-    }
-    print(json.dumps(record))
-    if args.out:
-        with open(args.out, "a") as file:
-            file.write(json.dumps(record) + "\n")
+    log.add(
+        {
+            "benchmark": "parity",
+            "shape": args.shape,
+            "layers": args.layers or MODEL_SHAPES[args.shape].num_layers,
+            "adapters": len(RANKS),
+            "range": span,
+            "gaps": gaps,
+            "same_argmax": same,
+            "ratio": ratio,
+            "torch": torch.__version__,
+        }
+    )
     verdict = "within" if ratio <= MAX_RATIO else "BEYOND"
     print(
         f"ours is {ratio:.3f} x as far from float32 as transformers in bfloat16, "

@@ -1,13 +1,13 @@
 """Draw what the result files hold: `python -m benchmarks.plots [--results DIR]`.
 
-Reads every `*.jsonl` of a folder and writes a PNG for each plot beside them. Where
-several records say the same, the last one counts. Knows records; nothing of how they
-were measured, and no figure of its own.
+Reads the files that the README's tables are made of and writes a PNG for each plot
+beside them. Where several records say the same, the last one counts. Knows records;
+nothing of how they were measured, and no figure of its own.
 """
 
 import argparse
 import collections
-import json
+import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,21 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from benchmarks.provenance import ROOT
+from benchmarks.provenance import RESULTS, Record, load, source
 
-RESULTS = ROOT / "benchmarks" / "results"
-Record = dict[str, Any]
 Records = Sequence[Record]
 
+# What tells one case of a benchmark from another.
+CASES = {
+    "decode": ("shape", "rows", "context", "popularity", "method", "ranks"),
+    "sgmv": ("cell",),
+    "ceilings": (),
+    "adapters_step": ("shape", "rows", "adapters"),
+    "adapters_op": ("width", "rows", "adapters", "method"),
+    "order": ("width", "rows", "popularity", "order", "method"),
+}
+# Decode steps of other ranks are another matter.
+RANKS = ([], [16])
 POPULARITIES = ("none", "identical", "uniform", "skewed", "distinct")
 METHOD_NAMES = {
     "ours": "punica-jax",
@@ -39,27 +48,22 @@ class NothingToDraw(ValueError):
     """A plot's records are not there."""
 
 
-def load(folder: Path) -> list[Record]:
-    """Return the records of all files of a folder."""
-    return [
-        json.loads(line)
-        for path in sorted(folder.glob("*.jsonl"))
-        for line in path.read_text().splitlines()
-    ]
-
-
 def choose(records: Records, benchmark: str, **fields: Any) -> list[Record]:
-    """Return the records with these fields; raises NothingToDraw without any."""
-    found = [
-        record
+    """Return the last record of each case that has these fields.
+
+    Raises:
+      NothingToDraw: there is none.
+    """
+    found = {
+        str([record.get(name) for name in CASES[benchmark]]): record
         for record in records
-        if record.get("benchmark") == benchmark
+        if record["benchmark"] == benchmark
         and all(record.get(name) == value for name, value in fields.items())
-    ]
+    }
     if not found:
         wanted = ", ".join(f"{name} {value}" for name, value in fields.items())
         raise NothingToDraw(f"no records of {benchmark} {wanted}".strip())
-    return found
+    return list(found.values())
 
 
 def last_by(records: Records, *names: str) -> dict[Any, Record]:
@@ -68,19 +72,13 @@ def last_by(records: Records, *names: str) -> dict[Any, Record]:
     return {key[0] if len(names) == 1 else key: found[key] for key in sorted(found)}
 
 
-def where_from(records: Records) -> str:
-    newest = max(records, key=lambda record: record["date"])
-    return (
-        f"{newest['device']}, JAX {newest['jax']}, {newest['commit']}, {newest['date']}"
-    )
-
-
 def panels(titles: Sequence[str], title: str, records: Records) -> list[Axes]:
-    """Return a figure's axes side by side, under one title and one source."""
+    """Return a figure's axes side by side, under one title and every source."""
     figure = Figure(figsize=(6.4 * len(titles), 4.8), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(1, len(titles), squeeze=False)[0]
-    figure.suptitle(f"{title}\n{where_from(records)}", fontsize="medium")
+    sources = source(records).replace("; ", "\n")
+    figure.suptitle(f"{title}\n{sources}", fontsize="medium")
     for axis, panel in zip(axes, titles, strict=True):
         axis.set_title(panel, fontsize="medium")
         axis.grid(alpha=0.3)
@@ -101,7 +99,7 @@ def draw_latency(records: Records) -> Figure:
     """Latency of a decode step against rows, a line for each popularity."""
     steps = choose(records, "decode", context=512)
     steps = [r for r in steps if r["method"] in ("ours", "backbone")]
-    steps = [r for r in steps if len(r.get("ranks", [])) < 2]
+    steps = [r for r in steps if r["ranks"] in RANKS]
     names = shapes_of(steps)
     axes = panels([f"{name} shape" for name in names], "Decode step", steps)
     for axis, name in zip(axes, names, strict=True):
@@ -133,7 +131,7 @@ def family_of(record: Record) -> str:
 
 def draw_roofline(records: Records) -> Figure:
     """Operations a second against operations a byte, under measured ceilings."""
-    ceilings = choose(records, "ceilings")[-1]
+    [ceilings] = choose(records, "ceilings")
     cells = [r for r in choose(records, "sgmv") if "ours_us" in r and "flops" in r]
     if not cells:
         raise NothingToDraw("no records of sgmv with flops")
@@ -141,7 +139,7 @@ def draw_roofline(records: Records) -> Figure:
     families = collections.Counter(family_of(record) for record in cells)
     family = families.most_common(1)[0][0]
     cells = [record for record in cells if family_of(record) == family]
-    [axis] = panels([f"y += x A B, {family}"], "Roofline", cells)
+    [axis] = panels([f"y += x A B, {family}"], "Roofline", [ceilings, *cells])
     bandwidth, peak = ceilings["bytes_per_s"], ceilings["flops_per_s"]
     ridge = peak / bandwidth
     reach = [r["flops"] / r["bytes"] for r in cells]
@@ -174,14 +172,13 @@ def draw_roofline(records: Records) -> Figure:
 
 def draw_adapters(records: Records) -> Figure:
     """Overhead against the number of adapters, of the step and of one product."""
-    found = {
-        name: [record for record in records if record.get("benchmark") == name]
-        for name in ("adapters_step", "adapters_op")
-    }
-    found = {name: own for name, own in found.items() if own}
-    if not found:
-        raise NothingToDraw("no records of adapters_step, nor of adapters_op")
     what = {"adapters_step": "decode step", "adapters_op": "one product"}
+    found: dict[str, list[Record]] = {}
+    for name in what:
+        with contextlib.suppress(NothingToDraw):
+            found[name] = choose(records, name)
+    if not found:
+        raise NothingToDraw(f"no records of {', nor of '.join(what)}")
     titles = [f"{what[name]}, {own[-1]['rows']} rows" for name, own in found.items()]
     every = [record for own in found.values() for record in own]
     axes = panels(titles, "Overhead by adapters loaded", every)
@@ -235,7 +232,7 @@ def draw_throughput(records: Records) -> Figure:
         record
         for method in ("ours", "group_swap")
         for record in choose(records, "decode", method=method, context=512)
-        if len(record["ranks"]) < 2
+        if record["ranks"] in RANKS
     ]
     keys = sorted({(record["shape"], record["rows"]) for record in steps})
     axes = panels([f"{s}, {n} rows" for s, n in keys], "Throughput", steps)

@@ -1,4 +1,4 @@
-"""Where a figure comes from: device, versions, commit, date.
+"""Where a figure comes from: device, versions, commit, date; its file.
 
 Knows nothing of what was measured.
 """
@@ -7,7 +7,7 @@ import argparse
 import datetime
 import json
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,45 @@ from typing import Any
 import jax
 
 ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+# Tables and plots show one device; the files of others may lie beside its own.
+FILES = "*_h200.jsonl"
 # The fields that say it; records of one run agree in all of them.
 FIELDS = ("device", "jax", "jaxlib", "commit", "date")
+
+Record = dict[str, Any]
+
+
+def load(folder: Path = RESULTS) -> list[Record]:
+    """Return the records of the H200's files.
+
+    Raises:
+      ValueError: they are of several devices.
+    """
+    paths = sorted(folder.glob(FILES))
+    found = {
+        path.name: [json.loads(line) for line in path.read_text().splitlines()]
+        for path in paths
+    }
+    devices = {
+        record["device"]: name for name, records in found.items() for record in records
+    }
+    if len(devices) > 1:
+        named = ", ".join(f"{device} in {name}" for device, name in devices.items())
+        raise ValueError(
+            f"records of {FILES} must be of one device, got {named}; move the others "
+            "to a file of their own"
+        )
+    return [record for records in found.values() for record in records]
+
+
+def source(records: Iterable[Record]) -> str:
+    """Say where records were measured."""
+    found = {
+        f"{one['device']}, JAX {one['jax']}, commit {one['commit']}, {one['date']}"
+        for one in records
+    }
+    return "; ".join(sorted(found))
 
 
 def commit_of(folder: Path = ROOT) -> str:
@@ -38,7 +75,7 @@ class Log:
     """Prints records as JSON lines, appends them to a file, and keeps them."""
 
     def __init__(self, args: argparse.Namespace):
-        self.records: list[dict[str, Any]] = []
+        self.records: list[Record] = []
         self._out: Path | None = args.out
         values = (
             jax.devices()[0].device_kind,

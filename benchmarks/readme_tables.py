@@ -10,10 +10,9 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import peers
-from benchmarks.provenance import ROOT
+from benchmarks import decode_goals, peers, provenance
+from benchmarks.provenance import RESULTS, ROOT, Record, source
 
-RESULTS = ROOT / "benchmarks" / "results"
 TINY = ROOT / "punica_jax" / "tiny_llama" / "results.json"
 RIVALS = {
     "gather": "XLA gather",
@@ -29,8 +28,6 @@ PLOTS = {
     "roofline": "Roofline of the product",
 }
 
-Record = dict[str, Any]
-
 
 def markdown(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     lines = [columns, ["---"] * len(columns), *rows]
@@ -38,22 +35,8 @@ def markdown(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 
 
 def load(results: Path, benchmark: str) -> list[Record]:
-    """Return the records of one benchmark in the H200's files."""
-    records = [
-        json.loads(line)
-        for path in sorted(results.glob("*_h200.jsonl"))
-        for line in path.read_text().splitlines()
-    ]
-    return [record for record in records if record["benchmark"] == benchmark]
-
-
-def source(rows: Iterable[Record]) -> str:
-    """Say where records were measured."""
-    found = {
-        f"{row['device']}, JAX {row['jax']}, commit {row['commit']}, {row['date']}"
-        for row in rows
-    }
-    return "; ".join(sorted(found))
+    """Return the records of one benchmark."""
+    return [row for row in provenance.load(results) if row["benchmark"] == benchmark]
 
 
 def last_of(rows: Iterable[Record], *keys: str) -> list[Record]:
@@ -79,7 +62,7 @@ def tiny() -> str:
 
 
 def _steps(results: Path) -> list[Record]:
-    rows = [row for row in load(results, "decode") if len(row["ranks"]) < 2]
+    rows = [row for row in load(results, "decode") if row["ranks"] in ([], [16])]
     # One row has one adapter, whatever the popularity is called.
     rows = [
         row
@@ -203,11 +186,8 @@ def products(results: Path) -> str:
         f"many cells ours is faster ({source(rows)}; peers: "
         f"{peers.source(peers.KERNELS)}):"
     )
-    rivals = {
-        "peer": "best existing kernel",
-        "gather": "XLA gather",
-        "ragged_dot": "`ragged_dot`",
-    }
+    rivals = {"peer": "best existing kernel"}
+    rivals |= {name: RIVALS[name] for name in ("gather", "ragged_dot", "loop")}
     cells = []
     for suite in dict.fromkeys(row["suite"] for row in rows):
         line: list[Any] = [suite]
@@ -254,6 +234,40 @@ def where(results: Path) -> str:
     return f"{title}\n\n{markdown(columns, cells)}"
 
 
+def around(results: Path) -> str:
+    """What the host does before a step and the device after it, and their goals."""
+    launches = last_of(load(results, "dispatch"), "layers", "rows")
+    draws = last_of(load(results, "sampling"), "rows", "case", "vocab")
+    if not launches and not draws:
+        return ""
+    steps = load(results, "decode")
+    cells = []
+    for row in launches:
+        what = f"host's launch of a step, {row['layers']} layers"
+        judged = decode_goals.judge_launch(row)
+        cells.append([what, row["rows"], f"{1e3 * row['launch_ms']:.0f}", judged])
+    for row in draws:
+        what = f"{row['case']}, vocabulary of {row['vocab']}"
+        judged = decode_goals.judge_sampling(row, steps)
+        cells.append([what, row["rows"], f"{row['us']:.0f}", judged])
+    cells = [[*line, *_judged(row)] for *line, row in cells]
+    title = (
+        "Around a step: its launch by the host, and choosing its tokens, as a share of "
+        "the 7B step of as many rows without adapters, with an output head for that "
+        f"vocabulary ({source([*launches, *draws])}):"
+    )
+    columns = ["what", "rows", "us", "of a step", "goal", "commit"]
+    return f"{title}\n\n{markdown(columns, cells)}"
+
+
+def _judged(row: Record) -> list[str]:
+    share = f"{100 * row['share']:.1f} %" if "share" in row else ""
+    goal = ""
+    if "met" in row:
+        goal = f"{row['goal']}: {'met' if row['met'] else 'missed'}"
+    return [share, goal, row["commit"]]
+
+
 def plots(results: Path) -> str:
     lines = [
         f"![{title}]({(results / f'{name}.png').relative_to(ROOT)})"
@@ -270,6 +284,7 @@ def measured(results: Path = RESULTS) -> str:
         engines,
         ranks,
         products,
+        around,
         where,
         plots,
     ]

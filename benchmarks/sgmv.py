@@ -49,7 +49,6 @@ from punica_jax.pallas_kernels import (
 )
 
 Record = dict[str, Any]
-_COLUMNS = ("ours", "shrink", "expand", "floor", "peer", "loop", "gather", "ragged_dot")
 
 # bfloat16 outputs: rounding alone is 0.3 %.
 _MAX_ERROR = 1e-2
@@ -93,7 +92,10 @@ METHODS: dict[str, tuple[Callable[..., sgmv_rivals.Problem], Callable[..., Array
     "ours": (our_problem, launch_ours),
     "gather": (sgmv_rivals.gather_problem, gather_lora),
     "ragged_dot": (sgmv_rivals.ragged_dot_problem, sgmv_rivals.launch_ragged_dot),
+    "loop": (sgmv_rivals.loop_problem, sgmv_rivals.launch_loop),
 }
+# Those of others' run: their best kernel, and PyTorch's loop over adapters.
+_RIVALS = ("peer", "peer_loop", *list(METHODS)[1:])
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +148,7 @@ def run_program(cell: Cell, method: str, program: Program, inputs: Inputs) -> Re
         kernels = kernel_times(lambda: program.step(carries, operands, shared))
         for name in {"shrink", "expand"} & {k.removeprefix("lora_") for k in kernels}:
             record[f"{name}_us"] = kernels[f"lora_{name}"] * 1e6
-        record["error"] = error
+        record |= {"x_floor": record["ours_us"] / cell.floor_us, "error": error}
     return record
 
 
@@ -191,7 +193,7 @@ def describe(cell: Cell) -> Record:
         "floor_us": cell.floor_us,
         "peer": cell.peer,
         "peer_us": cell.peer_us,
-        "loop_us": cell.loop_us,
+        "peer_loop_us": cell.loop_us,
     }
 
 
@@ -221,20 +223,17 @@ def run_metadata() -> Iterable[Record]:
 def table_of(records: Iterable[Record]) -> Table:
     table = Table(caption=f"us; peers: {peers.source(peers.KERNELS)}")
     table.add_column("cell")
-    for column in ("ours", "shrink", "expand", "floor", "x floor", "best peer"):
-        table.add_column(column, justify="right")
-    for column in ("of peer", "loop", "gather", "ragged_dot"):
+    timed = ("ours", "shrink", "expand", "floor")
+    for column in (*timed, "x floor", "best peer", "of peer", *_RIVALS[1:]):
         table.add_column(column, justify="right")
     for record in records:
-        us = {name: record.get(f"{name}_us", math.nan) for name in _COLUMNS}
-        cells = {name: f"{value:.1f}" for name, value in us.items()}
-        cells["x floor"] = f"{us['ours'] / us['floor']:.1f}"
-        cells["of peer"] = f"{us['ours'] / us['peer']:.2f}"
-        cells["best peer"] = f"{us['peer']:.1f} {record.get('peer', '')}"
-        names = [column.header for column in table.columns[1:]]
-        table.add_row(
-            record["cell"], *(cells[str(name)].replace("nan", "-") for name in names)
-        )
+        us = {name: record.get(f"{name}_us", math.nan) for name in (*timed, *_RIVALS)}
+        cells = [f"{us[name]:.1f}" for name in timed]
+        cells.append(f"{record.get('x_floor', math.nan):.1f}")
+        cells.append(f"{us['peer']:.1f} {record.get('peer', '')}")
+        cells.append(f"{us['ours'] / us['peer']:.2f}")
+        cells += [f"{us[name]:.1f}" for name in _RIVALS[1:]]
+        table.add_row(record["cell"], *(cell.replace("nan", "-") for cell in cells))
     return table
 
 
@@ -262,7 +261,7 @@ def main(words: Sequence[str] | None = None) -> None:
     for record in itertools.chain(run_cells(cells, methods, console.print), metadata):
         log.add({"benchmark": "sgmv", **record})
     console.print(table_of(log.records))
-    for name in ("peer", "loop", "gather", "ragged_dot"):
+    for name in _RIVALS:
         ratio = ratio_to(name, log.records)
         console.print(f"geometric mean, ours / {name}: {ratio:.2f}")
 

@@ -54,7 +54,17 @@ def launch_ragged_dot(y, x, a, b, order, inverse, sizes, *, d_outs: tuple[int, .
     return (y.astype(jnp.float32) + delta).astype(y.dtype)
 
 
-def launch_loop(y, x, index, a, b, *, d_outs: tuple[int, ...]):
+def loop_problem(cell: Cell, inputs: Inputs, num_sets: int) -> Problem:
+    """Each row's adapter among its set's own; see `launch_loop`."""
+    operands = []
+    for n, x in enumerate(_rows(cell, inputs.x, num_sets)):
+        own = slice(n * cell.num_adapters, (n + 1) * cell.num_adapters)
+        operands.append((x, inputs.a[own], inputs.b[own]))
+    index = jnp.asarray(adapter_of_row(cell), jnp.int32)
+    return _rows(cell, inputs.y, num_sets), operands, (index,)
+
+
+def launch_loop(y, x, a, b, index, *, d_outs: tuple[int, ...]):
     """Multiply all rows by each adapter in turn and keep those that use it.
 
     Which rows an adapter has is data, so a compiled loop cannot cut them out.

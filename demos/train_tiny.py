@@ -1,10 +1,11 @@
 """Train the tiny Llama and its eight adapters that ship with punica-jax.
 
-    python -m demos.train_tiny OUT
+    python -m demos.train_tiny [OUT]
 
-from the repository's root (with the `dev` extra installed) writes into OUT what
-`punica_jax/tiny_llama` holds: a byte-level Llama in Hugging Face's format, eight PEFT
-adapters, and `results.json`, the table of exact matches on held-out words.
+from the repository's root (with the `dev` extra installed) writes into OUT, by default
+`build/tiny_llama`, what `punica_jax/tiny_llama` holds: a byte-level Llama in Hugging
+Face's format, eight PEFT adapters, and `results.json`, the table of exact matches on
+held-out words.
 
 1. The base model learns all tasks at once, told apart by tags: "upper:hello" is
    answered by "HELLO". A word without a tag is echoed.
@@ -126,7 +127,13 @@ def main(arguments: list[str] | None = None) -> None:
         prog="python -m demos.train_tiny",
         description="Train the tiny Llama and its eight adapters.",
     )
-    parser.add_argument("out", type=Path, help="directory to write")
+    parser.add_argument(
+        "out",
+        type=Path,
+        nargs="?",
+        default=Path("build/tiny_llama"),
+        help="directory to write, build/tiny_llama by default",
+    )
     parser.add_argument(
         "--smoke", action="store_true", help="tiny sizes, a few steps: learns nothing"
     )

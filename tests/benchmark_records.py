@@ -39,9 +39,10 @@ def decode_records():
                                 **WHERE,
                             }
                         )
+    low = {"popularity": "distinct", "method": "ours", "ranks": [8], "step_ms": 8.1}
     mixed = {"ranks": [8, 16, 64], "least_rank_ms": 8.0, "rank_allowed_ms": 8.76}
-    mixed |= {"popularity": "distinct", "method": "ours", "step_ms": 8.5}
-    return [*records, {**records[0], "rows": 32, "adapters": 32, **mixed}]
+    others = {**records[0], "rows": 32, "adapters": 32, **low}
+    return [*records, others, {**others, **mixed, "step_ms": 8.5}]
 
 
 def sgmv_records():
@@ -60,6 +61,7 @@ def sgmv_records():
             "ours_us": 6.0,
             "peer_us": 8.0,
             "gather_us": 3.0 if rows == 1 else 12.0,
+            "loop_us": 12.0,
             **WHERE,
         }
         for popularity in ("distinct", "identical")
@@ -95,6 +97,18 @@ def order_records():
 def ceiling_records():
     figures = {"bytes_per_s": 4.0e12, "flops_per_s": 7.8e14}
     return [{"benchmark": "ceilings", **figures, **WHERE}]
+
+
+def around_records():
+    launch = {"benchmark": "dispatch", "layers": 32, "rows": 32, **WHERE}
+    launches = [{**launch, "launch_ms": ms} for ms in (0.9, 1.25)]
+    times = {"draw": 196.0, "min_p": 300.0, "logprobs": 70.0}
+    return launches + [
+        {"benchmark": "sampling", "case": case, "rows": rows, "vocab": 32000}
+        | {"us": us, **WHERE, "commit": "def"}
+        for rows in (32, 1, 5)
+        for case, us in times.items()
+    ]
 
 
 def where_records():

@@ -122,6 +122,12 @@ def test_goals():
     assert mixed["rank_allowed_ms"] == pytest.approx(7.54) and mixed["rank_met"]
 
 
+@pytest.mark.parametrize(("launch_ms", "met"), [(1.0, True), (1.01, False)])
+def test_a_launch_may_take_a_millisecond(launch_ms, met):
+    judged = decode_goals.judge_launch({"launch_ms": launch_ms})
+    assert (judged["goal"], judged["met"]) == ("1 ms", met)
+
+
 def test_ranks_take_the_pages_that_they_need(bench):
     assert [num_rank_pages(rank) for rank in (8, 16, 24, 64)] == [1, 1, 2, 4]
     pools = set_ranks(bench.pools, [8, 24])

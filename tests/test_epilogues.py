@@ -29,7 +29,7 @@ from tests.sgmv_cases import TOLERANCE, make_case, slots_of
 
 GPU = pytest.param("pallas_triton", marks=pytest.mark.gpu)
 GRID = pytest.param("pallas_interpret", marks=pytest.mark.grid)
-XLA_GRID = pytest.param("xla", marks=pytest.mark.grid)
+FORMS = ("gated", "rotary", "linear")
 WIDTH = 72  # of gate and of up: no power of two
 HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE = 4, 2, 24, 16
 # Modules without an adapter, of one page and of several.
@@ -201,36 +201,47 @@ class TestAgainstTheStepsOneByOne:
                 np.testing.assert_array_equal(pages.at[at].set(0), old.at[at].set(0))
 
 
-@pytest.mark.parametrize("implementation", [XLA_GRID, GRID, GPU])
-def test_a_row_is_bitwise_the_same_alone(implementation):
-    gated, rotary = gated_case("bfloat16"), rotary_case("bfloat16")
-    linear, weight, bias = linear_case("bfloat16", d_in=136)
+@pytest.mark.parametrize(
+    ("form", "implementation"),
+    [
+        ("linear", "pallas_interpret"),
+        *(
+            pytest.param(form, implementation, marks=mark)
+            for form, implementation, mark in (
+                ("gated", "pallas_interpret", pytest.mark.grid),
+                ("rotary", "pallas_interpret", pytest.mark.grid),
+                *((form, "xla", pytest.mark.grid) for form in FORMS),
+                *((form, "pallas_triton", pytest.mark.gpu) for form in FORMS),
+            )
+        ),
+    ],
+)
+def test_a_row_is_bitwise_the_same_alone(form, implementation):
     cache = make_cache("bfloat16", ROWS)
-    slots = some_slots(gated)
+    if form == "linear":
+        case, weight, bias = linear_case("bfloat16", d_in=136)
+    else:
+        case = gated_case("bfloat16") if form == "gated" else rotary_case("bfloat16")
+    slots = some_slots(case)
 
     def run(rows):
-        out = []
-        for case in (gated, rotary, linear):
-            segments = segments_of(case, slots[rows], implementation)
-            y, x = jnp.asarray(case.y[rows]), jnp.asarray(case.x[rows])
-            lora = (y, x, case.pool, segments)
-            if case is gated:
-                out.append(run_gated(*lora, implementation=implementation))
-            elif case is linear:
-                operands = x, weight, (case.pool, segments), bias, y
-                out.append(run_linear(*operands, implementation=implementation))
-            else:
-                tables = tuple(table[rows] for table in cache.rotary)
-                part = cache._replace(
-                    rotary=tables, page=cache.page[rows], offset=cache.offset[rows]
-                )
-                out.append(run_rotary(*lora, part, implementation=implementation)[0])
-        return out
+        segments = segments_of(case, slots[rows], implementation)
+        y, x = jnp.asarray(case.y[rows]), jnp.asarray(case.x[rows])
+        lora = (y, x, case.pool, segments)
+        if form == "gated":
+            return run_gated(*lora, implementation=implementation)
+        if form == "linear":
+            operands = x, weight, (case.pool, segments), bias, y
+            return run_linear(*operands, implementation=implementation)
+        tables = tuple(table[rows] for table in cache.rotary)
+        part = cache._replace(
+            rotary=tables, page=cache.page[rows], offset=cache.offset[rows]
+        )
+        return run_rotary(*lora, part, implementation=implementation)[0]
 
     together = run(np.arange(ROWS))
     for row in (0, 7, 20):
-        for one, all_ in zip(run(np.array([row])), together, strict=True):
-            np.testing.assert_array_equal(one[0], all_[row])
+        np.testing.assert_array_equal(run(np.array([row]))[0], together[row])
 
 
 @pytest.mark.parametrize("implementation", ["xla", GRID, GPU])

@@ -20,6 +20,7 @@ from punica_jax.pallas_kernels import (
     segment_metadata,
 )
 from punica_jax.pallas_kernels._digit_search import COUNTING, WEIGHING
+from punica_jax.pallas_kernels._segments import default_block_rows, max_tiles
 from punica_jax.seats import Seats, draw
 from punica_jax.step import run_step
 from tests.tiny_checkpoint import CONFIG
@@ -63,6 +64,23 @@ def triton_calls(text):
 
 def names(calls):
     return [name for name, _ in calls]
+
+
+def names_with_segments(calls, rows, num_slots):
+    """Return whose operands say which row has which adapter.
+
+    A launch that takes rows one by one has their order and their slots; others have
+    their order, and each tile's slot, first entry and last.
+    """
+    tiles = max_tiles(rows, num_slots, default_block_rows(rows))
+    assert tiles != rows, "arrays of rows and of tiles would look alike"
+
+    def has_them(name, types):
+        of_rows, of_tiles = (types.count(f"tensor<1x{n}xi32>") for n in (rows, tiles))
+        wanted = (2, 0) if name.endswith("_rows") else (1, 3)
+        return (of_rows, of_tiles) == wanted
+
+    return [name for name, types in calls if has_them(name, types)]
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
@@ -150,6 +168,9 @@ def test_epilogues(dtype, max_rank):
     kind = "rows" if few else "expand"
     expands = [f"lora_gated_{kind}", f"lora_rotary_{kind}"] * 2
     assert sorted(names(calls)) == sorted([*expands, *products, "segment_metadata"])
+    # Half of the calls are without adapters; XLA's products are no calls.
+    with_adapters = [*expands[:2], products[0], products[0]]
+    assert sorted(names_with_segments(calls, rows, 3)) == sorted(with_adapters)
 
 
 @pytest.mark.parametrize("form", ["decode", "prefill"])
@@ -159,17 +180,21 @@ def test_whole_step(form):
     pools = LoraPools.zeros(
         CONFIG, num_slots=4, num_pages=8, max_rank=32, dtype=jnp.bfloat16
     )
-    rows = 1 if form == "decode" else 30
+    rows = 1 if form == "decode" else 20
     chunk = Chunk(tokens=[1] * rows, kv_len=rows, pages=[0, 1], slot=0)
-    chunks = [chunk] * 3
-    batch = Batch.of(chunks, Buckets(4, 128).of(chunks), pages_per_seq=2)
+    chunks = [chunk] * 5
+    batch = Batch.of(chunks, Buckets(16, 128).of(chunks), pages_per_seq=2)
 
     def step(model, cache, pools, batch):
         return run_step(model, cache, pools, batch, implementation="pallas_triton")
 
-    calls = names(lower(step, model, cache, pools, batch))
+    lowered = lower(step, model, cache, pools, batch)
+    calls = names(lowered)
     assert calls[0] == "segment_metadata"
     assert calls.count("segment_metadata") == 1  # once a step
+    # Of every launch that multiplies by adapters.
+    of_adapters = [name for name in calls if name.startswith("lora_")]
+    assert names_with_segments(lowered, batch.bucket.rows, 4) == of_adapters
     num_layers = CONFIG.num_layers
     assert calls.count("rms_norm") == 2 * num_layers + 1
     # qkv, o, gate and up, down: few rows' products and shrinks are one launch.

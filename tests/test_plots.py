@@ -1,6 +1,7 @@
 """Plots say what they show, and draw what the records say."""
 
 import json
+import re
 
 import pytest
 from matplotlib.image import imread
@@ -28,7 +29,7 @@ def line(axis, label):
 
 def test_latency():
     figure = plots.draw_latency(RECORDS)
-    assert "NVIDIA H200, JAX 0.0.1, abc, 2026-01-02" in figure.get_suptitle()
+    assert "NVIDIA H200, JAX 0.0.1, commit abc, 2026-01-02" in figure.get_suptitle()
     assert [axis.get_title() for axis in figure.axes] == ["7B shape", "8B shape"]
     axis = figure.axes[0]
     assert (axis.get_xlabel(), axis.get_ylabel()) == ("rows", "ms a step")
@@ -79,9 +80,36 @@ def test_throughput():
     assert heights[7] == pytest.approx(32 / 28.0 * 1e3)
 
 
+def test_every_source_of_what_is_drawn_is_named():
+    old = [record | {"commit": "old"} for record in made.order_records()]
+    new = {"commit": "new", "us": 7.0}
+    half = [record | new for record in old[: len(old) // 2]]
+    figure = plots.draw_order([*old, *half])
+    _, *sources = figure.get_suptitle().splitlines()
+    assert [re.findall(r"commit (\w+)", line) for line in sources] == [["new"], ["old"]]
+    heights = {bar.get_height() for bar in figure.axes[0].patches}
+    assert heights == {7.0}  # the last record of a case counts
+    again = plots.draw_order([*old, *made.order_records()])
+    assert "commit old" not in again.get_suptitle()
+
+
+def write(path, records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def test_devices_are_never_mixed(tmp_path):
+    records = made.order_records()
+    write(tmp_path / "order_h200.jsonl", records)
+    others = [record | {"device": "NVIDIA H100"} for record in records]
+    write(tmp_path / "order_h100.jsonl", others)
+    assert plots.load(tmp_path) == records
+    write(tmp_path / "decode_h200.jsonl", others)
+    with pytest.raises(ValueError, match=r"one device, got NVIDIA H100 in decode_h200"):
+        plots.main(["--results", str(tmp_path)])
+
+
 def test_files_are_written_and_missing_records_are_said(tmp_path, capsys):
-    path = tmp_path / "some.jsonl"
-    path.write_text("".join(json.dumps(r) + "\n" for r in made.order_records()))
+    write(tmp_path / "some_h200.jsonl", made.order_records())
     plots.main(["--results", str(tmp_path)])
     assert capsys.readouterr().out.splitlines() == [
         "latency: skipped, no records of decode context 512",

@@ -14,6 +14,7 @@ def results(tmp_path):
         "decode": made.decode_records(),
         "sgmv": made.sgmv_records(),
         "where": made.where_records(),
+        "around": made.around_records(),
     }
     for name, records in parts.items():
         lines = "".join(json.dumps(record) + "\n" for record in records)
@@ -53,8 +54,9 @@ def test_others_are_quoted_beside_ours(results):
 def test_ranks_products_and_profiles(results):
     line = ["7B", "32", "distinct (32)", "8, 16, 64", "8.00", "8.76", "8.50"]
     assert rows_of(readme_tables.ranks(results))[2:] == [line]
-    _, _, cells = rows_of(readme_tables.products(results))
-    assert cells == ["decode", "0.75 (6 of 6)", "0.79 (4 of 6)", ""]
+    header, _, cells = rows_of(readme_tables.products(results))
+    assert header[2:] == ["XLA gather", "`ragged_dot`", "loop over adapters"]
+    assert cells == ["decode", "0.75 (6 of 6)", "0.79 (4 of 6)", "", "0.50 (6 of 6)"]
     header, _, *rows = rows_of(readme_tables.where(results))
     assert header[1:] == [f"7B, 32 rows, distinct, ours, {c}" for c in ("abc", "def")]
     assert rows == [
@@ -62,6 +64,25 @@ def test_ranks_products_and_profiles(results):
         ["gaps", "30", "30"],
         ["step", "6800", "6800"],
     ]
+
+
+def test_launches_and_draws_are_judged(results):
+    text = readme_tables.around(results)
+    assert "commit abc, 2026-01-02; NVIDIA H200, JAX 0.0.1, commit def" in text
+    _, _, launch, *draws = rows_of(text)
+    what = "host's launch of a step, 32 layers"  # the newest record
+    assert launch == [what, "32", "1250", "", "1 ms: missed", "abc"]
+    assert [row[1:] for row in draws] == [
+        ["32", "196", "2.8 %", "3 %: met", "def"],
+        ["32", "300", "4.3 %", "3 %: missed", "def"],
+        ["32", "70", "1.0 %", "", "def"],
+        ["1", "196", "3.9 %", "", "def"],
+        ["1", "300", "5.9 %", "", "def"],
+        ["1", "70", "1.4 %", "", "def"],
+        # There is no step of five rows.
+        *(["5", us, "", "", "def"] for us in ("196", "300", "70")),
+    ]
+    assert draws[0][0] == "draw, vocabulary of 32000"
 
 
 def test_without_results_others_alone_are_left(tmp_path):

@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks import device_time, sgmv
 from benchmarks.sgmv_cells import Cell, load_cells
+from punica_jax.pallas_kernels.shapes import MODEL_SHAPES
 
 TINY = Cell(
     suite="decode",
@@ -36,6 +37,21 @@ def test_cells_are_the_peers():
     assert cell.sizes == [256] * 8
 
 
+def test_cells_are_modules_of_named_shapes():
+    modules = {
+        pair
+        for shape in MODEL_SHAPES.values()
+        for pair in (
+            (shape.hidden_size, shape.num_heads * shape.head_dim),
+            (shape.hidden_size, shape.num_kv_heads * shape.head_dim),
+            (shape.hidden_size, shape.intermediate_size),
+            (shape.intermediate_size, shape.hidden_size),
+        )
+    }
+    for cell in load_cells():
+        assert {(cell.d_in, d_out) for d_out in cell.d_outs} <= modules, cell
+
+
 @pytest.mark.parametrize("method", sgmv.METHODS)
 def test_methods_agree_with_the_oracle_and_are_timed(method, monkeypatch):
     make = sgmv.inputs_of([TINY])
@@ -43,6 +59,9 @@ def test_methods_agree_with_the_oracle_and_are_timed(method, monkeypatch):
     assert isinstance(program, sgmv.Program)
     record = sgmv.run_program(TINY, method, program, make())
     assert record[f"{method}_us"] > 0, record
+    if method == "ours":
+        times = record["ours_us"] / TINY.floor_us
+        assert record["x_floor"] == pytest.approx(times)
     monkeypatch.setattr(sgmv, "_MAX_ERROR", 1e-5)
     record = sgmv.run_program(TINY, method, program, make())
     assert list(record) == [f"{method}_error"]  # a wrong sum is no figure
@@ -61,9 +80,13 @@ def test_launches_are_in_order_and_counted():
 
 
 def test_table_and_ratio():
-    record = {**sgmv.describe(load_cells()[0]), "ours_us": 3.5}
-    (column,) = [c for c in sgmv.table_of([record]).columns if c.header == "of peer"]
-    assert list(column.cells) == ["0.50"]
+    record = {**sgmv.describe(load_cells()[0]), "ours_us": 3.5, "loop_us": 8.0}
+    record["x_floor"] = 35.0
+    columns = sgmv.table_of([record, {"cell": "segment_metadata"}]).columns
+    cells = {column.header: list(column.cells) for column in columns}
+    assert cells["of peer"] == ["0.50", "-"] and cells["x floor"] == ["35.0", "-"]
+    # PyTorch's loop, of the peers' run, and ours beside it.
+    assert (cells["peer_loop"][0], cells["loop"][0]) == ("9.6", "8.0")
     ratio = functools.partial(sgmv.ratio_to, records=[record])
     assert ratio("peer") == pytest.approx(0.5)
     assert str(ratio("gather")) == "nan"

@@ -19,6 +19,7 @@ from benchmarks import (
 )
 from benchmarks.decode import SHAPES
 from benchmarks.sgmv_cells import Cell
+from punica_jax.pallas_kernels.shapes import MODEL_SHAPES
 from tests.benchmark_cases import TINY
 
 
@@ -135,6 +136,15 @@ def test_dispatch(run):
     assert 0 < record["launch_ms"] <= record["step_ms"]
 
 
+def test_attention_has_the_heads_of_the_named_shapes():
+    heads = {name: (s.num_heads, s.num_kv_heads) for name, s in MODEL_SHAPES.items()}
+    names = [case.name for case in attention.CASES]
+    assert len(set(names)) == len(names) and "8b-32x1-512" in names
+    for case in attention.CASES:
+        assert (case.heads, case.kv_heads) == heads[case.name[:2].upper()]
+    assert {case.name[:2].upper() for case in attention.CASES} == heads.keys()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("query_len", [1, 32])
 def test_attention(run, monkeypatch, query_len):
@@ -148,7 +158,7 @@ def test_attention(run, monkeypatch, query_len):
         head_dim=16,
         page_size=16,
     )
-    monkeypatch.setattr(attention, "CASES", (case,))
+    monkeypatch.setattr(attention, "CASES", [case])
     monkeypatch.setattr(attention, "COLD_BYTES", 1)
     (record,) = run(attention, "tiny")
     assert record["us"] > 0 and record["bytes"] == case.num_bytes

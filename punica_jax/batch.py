@@ -47,15 +47,16 @@ class Buckets:
 
     Decode takes 1, 4, 16 and so on up to `max_seqs` sequences; a decode step's time
     is the weights', which padding does not read twice. Prefill takes 32, 128 and so on
-    up to `max_rows` rows, each with 1 or `max_seqs` sequences: its logits come in
-    shapes that decode has too, so that what draws from them needs no further programs.
-    At defaults (32 sequences, 2048 rows) these are 12 programs.
+    up to `max_rows` rows, with `max_seqs` sequences, the fewest rows also with 1: of
+    more rows, what a lone prompt does not use costs little beside them. Its logits come
+    in shapes that decode has too, so that what draws from them needs no further
+    programs. At defaults (32 sequences, 2048 rows) these are 9 programs.
     """
 
     def __init__(self, max_seqs: int, max_rows: int):
         self.max_rows = max_rows
+        self._max_seqs = max_seqs
         self._decode_seqs = _ladder(1, max_seqs)
-        self._prefill_seqs = sorted({1, max_seqs})
         self._prefill_rows = _ladder(32, max_rows)
 
     def choose(self, num_rows: int, num_seqs: int) -> Bucket:
@@ -67,7 +68,7 @@ class Buckets:
             seqs = _least(self._decode_seqs, num_seqs)
             return Bucket(seqs, seqs, _DECODE_ONLY)
         rows = _least(self._prefill_rows, num_rows)
-        return Bucket(rows, _least(self._prefill_seqs, num_seqs), rows)
+        return Bucket(rows, _least(self._prefill_seqs(rows), num_seqs), rows)
 
     def of(self, chunks: Sequence[Chunk]) -> Bucket:
         """Return the least bucket that holds `chunks`."""
@@ -78,8 +79,12 @@ class Buckets:
         for seqs in self._decode_seqs:
             yield Bucket(seqs, seqs, _DECODE_ONLY)
         for rows in self._prefill_rows:
-            for seqs in self._prefill_seqs:
+            for seqs in self._prefill_seqs(rows):
                 yield Bucket(rows, seqs, rows)
+
+    def _prefill_seqs(self, rows: int) -> list[int]:
+        alone = {1} if rows == self._prefill_rows[0] else set()
+        return sorted(alone | {self._max_seqs})
 
 
 def _ladder(least: int, most: int) -> list[int]:

@@ -17,6 +17,7 @@ from punica_jax.models import MODULE_GROUPS, LlamaConfig, read_adapter, save_ada
 from punica_jax.policies import FirstComeFirstServed
 from punica_jax.residence import AdapterResidence
 from punica_jax.sequence import SequenceState
+from punica_jax.tasks import Tasks
 
 RANK = 16
 # Different files; others are links to them, since 1000 of a 7B model take 80 GB.
@@ -85,6 +86,9 @@ class AllThere:
 
     def release(self, resident: Any) -> None:
         resident.num_users -= 1
+
+    def forgo(self, name: str) -> None:
+        """Do nothing: none of them is on its way."""
 
 
 class OneAtATime(AllThere):
@@ -166,8 +170,9 @@ def on_disk(
     """Return a residence that knows some adapters of a folder and has read none."""
     num_pages = num_slots * num_rank_pages(RANK)
     table = AdapterTable(num_slots, dict.fromkeys(MODULE_GROUPS, num_pages), RANK)
+    tasks = Tasks(executor, wake=wake)
     residence = AdapterResidence(
-        table, bench.runner.adapters, executor, host_bytes=host_bytes, wake=wake
+        table, bench.runner.adapters, tasks, host_bytes=host_bytes
     )
     for name in names:
         read = functools.partial(

@@ -4,10 +4,11 @@ Knows requests, adapters and a server's steps; nothing of goals or of files of r
 """
 
 import asyncio
+import functools
 import itertools
 import math
+import queue
 import statistics
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -149,7 +150,7 @@ class Cases:
         names = [f"a{number}" for number in range(count)]
         every = [*others, *names]
         with Loaders() as loaders:
-            awake = threading.Event()
+            awake: queue.SimpleQueue[None] = queue.SimpleQueue()
             residence = on_disk(
                 self.bench,
                 folder,
@@ -157,7 +158,7 @@ class Cases:
                 loaders,
                 num_slots=beside + 1,
                 host_bytes=math.inf,
-                wake=awake.set,
+                wake=functools.partial(awake.put, None),
             )
             for name in others:
                 residence.pin(name)
@@ -212,7 +213,7 @@ class Cases:
             steps, answers = self._steady(server, requests)
         else:
             with Loaders() as loaders:
-                awake = threading.Event()
+                awake: queue.SimpleQueue[None] = queue.SimpleQueue()
                 residence = on_disk(
                     self.bench,
                     folder,
@@ -220,7 +221,7 @@ class Cases:
                     loaders,
                     num_slots=num_slots,
                     host_bytes=host_adapter_bytes(None),
-                    wake=awake.set,
+                    wake=functools.partial(awake.put, None),
                 )
                 server = Server(self.bench, self.sizes, residence, awake=awake)
                 steps, answers = self._steady(server, requests)

@@ -8,8 +8,8 @@ import asyncio
 import collections
 import dataclasses
 import itertools
+import queue
 import statistics
-import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any
@@ -173,7 +173,7 @@ class Server:
         *,
         adapters: Adapters | None = None,
         policy: Callable[[], Policy] = FirstComeFirstServed,
-        awake: threading.Event | None = None,
+        awake: "queue.SimpleQueue[None] | None" = None,
     ):
         """Start to serve.
 
@@ -183,7 +183,7 @@ class Server:
           residence: knows the adapters that requests name.
           adapters: who gives them their slots, if not the residence.
           policy: makes the queue.
-          awake: what the residence sets.
+          awake: what the residence wakes.
         """
         assert isinstance(bench.runner, WatchedRunner)
         bench.runner.watch()
@@ -193,7 +193,7 @@ class Server:
         self._tokenizer = _tokenizer(bench.config.vocab_size)
         self.loop = StepLoop(bench.runner, sizes, adapters or residence, policy)
         self.thread = EngineThread(
-            self.loop, residence, _MAX_WAITING, awake or threading.Event()
+            self.loop, residence, _MAX_WAITING, awake or queue.SimpleQueue()
         )
         self.answers: list[Answer] = []  # in the order of their first pieces
         self.thread.start()
@@ -216,6 +216,7 @@ class Server:
             sampling=sampling,
             tokenizer=self._tokenizer,
             max_model_len=self._sizes.max_model_len,
+            page_size=self._sizes.page_size,
             on_token=lambda index, text: fresh.append(Piece(index, text)),
         )
         name = f"request {request.number}"

@@ -35,6 +35,7 @@ from punica_jax.models._peft import (
 )
 from punica_jax.models._peft_config import AdapterError, UnsupportedAdapterError
 from punica_jax.models._rope import RopeScaling
+from punica_jax.models._user_warning import warn_user
 
 __all__ = [
     "MODULE_GROUPS",
@@ -72,6 +73,7 @@ __all__ = [
     "save_model",
     "set_slot",
     "slot_tables",
+    "warn_user",
     "write_group_page",
     "write_page",
 ]

@@ -91,6 +91,10 @@ class UnsupportedConfigError(ConfigError):
         self.value = value
         self.rule = rule
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Copies are made of what `__init__` takes, which is not the text.
+        return type(self), (self.field, self.value, self.rule), vars(self)
+
 
 def refuse_unknown(hf: Mapping[str, Any], family_fields: Collection[str]) -> None:
     """Check every field that is not null against the tables of this file.

@@ -7,8 +7,6 @@ them. Knows nothing of the device, of slots, or of which adapters are loaded.
 import contextlib
 import json
 import os
-import sys
-import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -22,7 +20,12 @@ from punica_jax.models._adapter import Adapter
 from punica_jax.models._adapter_report import AdapterReport, ReportRow
 from punica_jax.models._base_modules import BaseModule, base_modules
 from punica_jax.models._config import LlamaConfig
-from punica_jax.models._peft_binding import bind_tensors, listed, tensor_name
+from punica_jax.models._peft_binding import (
+    Binding,
+    bind_tensors,
+    listed,
+    tensor_name,
+)
 from punica_jax.models._peft_config import (
     AdapterError,
     PeftLoraConfig,
@@ -33,6 +36,7 @@ from punica_jax.models._safetensors import (
     SafetensorsFileError,
     open_safetensors,
 )
+from punica_jax.models._user_warning import warn_user
 
 __all__ = [
     "Adapter",
@@ -62,7 +66,7 @@ def read_adapter(
     config: LlamaConfig,
     *,
     dtype: Any,
-    base_name: str | None = None,
+    base_names: Sequence[str] = (),
 ) -> Adapter:
     """Read a PEFT directory, and check all of it against the base model.
 
@@ -75,8 +79,9 @@ def read_adapter(
       dtype: of the weights on the device. B is multiplied by the adapter's scale in
         float32, and rounded once: here, or on the device if the file's dtype is no
         wider.
-      base_name: what the base model is called, for a warning (a `UserWarning`) if the
-        adapter names another one. Only the part after the last "/" counts.
+      base_names: what the base model may be called, for a warning (a `UserWarning`)
+        if the adapter names another one. Only the part after the last "/" counts, in
+        upper or lower case.
 
     Returns:
       The adapter; its weights may still hold values that are not finite, which are
@@ -89,31 +94,27 @@ def read_adapter(
     path = Path(path)
     with _naming(path):
         lora = PeftLoraConfig.from_fields(_read_fields(path))
-        _compare_base_names(path, lora.base_name, base_name)
-        with open_safetensors(_weights_path(path)) as file:
-            return _read_weights(file, lora, config, np.dtype(dtype))
+        _compare_base_names(path, lora.base_name, base_names)
+        with _bound_file(path, lora, config) as (file, bindings):
+            dtypes = {name: _DTYPES[info.dtype] for name, info in file.tensors.items()}
+            return Adapter(config, bindings, dtypes, file.read_into, np.dtype(dtype))
 
 
 def read_rank(path: str | os.PathLike[str], config: LlamaConfig) -> int:
-    """Read an adapter's greatest rank off its configuration, and none of its weights.
+    """Read an adapter's greatest rank, and check all of it but its weights' values.
 
     Args:
       path: the PEFT directory.
       config: the base model's.
 
-    Returns:
-      The rank; 0 if the adapter names no module of the base.
-
     Raises:
-      UnsupportedAdapterError: it needs a feature that is not supported.
-      AdapterError: a file is missing, or the configuration is broken.
+      UnsupportedAdapterError, AdapterError: see `read_adapter`.
     """
     path = Path(path)
     with _naming(path):
         lora = PeftLoraConfig.from_fields(_read_fields(path))
-        _weights_path(path)  # found missing now, not when the base has been read
-    paths = [module.path for module in base_modules(config)]
-    return max((lora.rank(one) for one in paths if lora.targets(one)), default=0)
+        with _bound_file(path, lora, config) as (_, bindings):
+            return max(binding.rank for binding in bindings.values())
 
 
 def save_adapter(
@@ -250,44 +251,33 @@ def _weights_path(path: Path) -> Path:
     return path / WEIGHTS_FILE
 
 
-def _compare_base_names(path: Path, trained_on: str | None, base: str | None) -> None:
-    if not trained_on or not base:
+def _compare_base_names(
+    path: Path, trained_on: str | None, names: Sequence[str]
+) -> None:
+    if not trained_on or not names:
         return
-    if Path(trained_on).name != Path(base).name:
-        warnings.warn(
-            f"adapter {path} was trained on {trained_on!r}, the base model is {base!r}",
-            stacklevel=_caller_level(),
+    if Path(trained_on).name.lower() not in {Path(n).name.lower() for n in names}:
+        warn_user(
+            f"adapter {path} was trained on {trained_on!r}, the base model is "
+            f"{names[0]!r}"
         )
 
 
-def _caller_level() -> int:
-    """Return the `stacklevel` by which a caller of this warns at its user's line.
-
-    From Python 3.12 on `skip_file_prefixes` does this.
-    """
-    level, frame = 1, sys._getframe(1)
-    package = __name__.partition(".")[0]
-    while frame.f_back is not None and (
-        frame.f_globals.get("__name__", "").partition(".")[0] == package
-    ):
-        level, frame = level + 1, frame.f_back
-    return level
-
-
-def _read_weights(
-    file: SafetensorsFile, lora: PeftLoraConfig, config: LlamaConfig, dtype: np.dtype
-) -> Adapter:
-    odd = [
-        f"{n} ({i.dtype})" for n, i in file.tensors.items() if i.dtype not in _DTYPES
-    ]
-    if odd:
-        raise AdapterError(
-            f"weights must be of dtype {', '.join(_DTYPES)}, got {listed(sorted(odd))}"
-        )
-    shapes = {name: info.shape for name, info in file.tensors.items()}
-    bindings = bind_tensors(lora, config, shapes)
-    dtypes = {name: _DTYPES[info.dtype] for name, info in file.tensors.items()}
-    return Adapter(config, bindings, dtypes, file.read_into, dtype)
+@contextlib.contextmanager
+def _bound_file(
+    path: Path, lora: PeftLoraConfig, config: LlamaConfig
+) -> Iterator[tuple[SafetensorsFile, dict[BaseModule, Binding]]]:
+    """Open the weights; hold their names, shapes and dtypes against all there is."""
+    with open_safetensors(_weights_path(path)) as file:
+        infos = file.tensors.items()
+        odd = [f"{name} ({i.dtype})" for name, i in infos if i.dtype not in _DTYPES]
+        if odd:
+            raise AdapterError(
+                f"weights must be of dtype {', '.join(_DTYPES)}, got "
+                f"{listed(sorted(odd))}"
+            )
+        shapes = {name: info.shape for name, info in infos}
+        yield file, bind_tensors(lora, config, shapes)
 
 
 def _by_path(

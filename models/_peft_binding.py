@@ -11,13 +11,20 @@ from typing import NamedTuple
 
 from punica_jax.models._base_modules import BaseModule, base_modules
 from punica_jax.models._config import LlamaConfig
-from punica_jax.models._peft_config import AdapterError, PeftLoraConfig
+from punica_jax.models._peft_config import (
+    UNADAPTED_MODULES,
+    AdapterError,
+    PeftLoraConfig,
+    UnsupportedAdapterError,
+)
 
 # "base_model.model." + module path + ".lora_A" + (an adapter's name, in files that were
 # saved by hand from a state dict) + ".weight"
 _KEY = re.compile(
     r"base_model\.model\.(?P<path>.+)\.lora_(?P<half>[AB])(\.(?P<name>[^.]+))?\.weight"
 )
+# PEFT saves these whole where the vocabulary was resized, or where it is told to.
+_TABLES = tuple(f"base_model.model.{module}." for module in UNADAPTED_MODULES)
 _MAX_LISTED = 8
 
 
@@ -59,6 +66,7 @@ def bind_tensors(
       A binding for each module that has a LoRA, at least one, in the base's order.
 
     Raises:
+      UnsupportedAdapterError: the file holds an embedding or an output table.
       AdapterError: the adapter binds nothing; a tensor fits no module of the base, or
         none that the configuration names; a module lacks a tensor; a shape is not what
         rank and widths say. All tensors of the kind are named (the first few of many).
@@ -90,9 +98,12 @@ def _sort_names(
 ) -> dict[str, _Halves]:
     """Sort the tensors' names by module path; refuse those that fit no module."""
     found: dict[str, _Halves] = {}
-    foreign, doubled = [], []
+    tables, foreign, doubled = [], [], []
     for name in sorted(names):
         match = _KEY.fullmatch(name)
+        if match is None and name.startswith(_TABLES):
+            tables.append(name)
+            continue
         if match is None or match["path"] not in modules:
             foreign.append(name)
             continue
@@ -101,6 +112,13 @@ def _sort_names(
         if getattr(halves, half) is not None:
             doubled.append(name)
         setattr(halves, half, name)
+    if tables:
+        raise UnsupportedAdapterError(
+            "the file holds an embedding or an output table of its own, which is not "
+            f"supported: {listed(tables)}. If they are the base's, unchanged, save the "
+            "adapter again with save_pretrained(..., save_embedding_layers=False); if "
+            "not, merge_and_unload() makes a base model of both"
+        )
     if foreign:
         raise AdapterError(
             "these tensors fit no module of the base model, which has layers 0 to "

@@ -23,23 +23,39 @@ class UnsupportedAdapterError(AdapterError):
 
 # Fields that change training, or nothing, but never what a trained adapter computes.
 # `fan_in_fan_out` is among them: PEFT resets it for linear layers. `megatron_core` and
-# `qalora_group_size` have defaults that act only together with fields refused below.
+# `qalora_group_size` have defaults that act only together with fields refused below,
+# `eva_config` and its like act through `init_lora_weights` alone: a converted adapter
+# keeps them.
 _INERT = frozenset(
-    "auto_mapping fan_in_fan_out inference_mode lora_dropout megatron_core "
-    "peft_version qalora_group_size revision runtime_config task_type".split()
+    "auto_mapping corda_config eva_config fan_in_fan_out inference_mode loftq_config "
+    "lora_dropout lora_ga_config megatron_core peft_version qalora_group_size revision "
+    "runtime_config task_type".split()
 )
 _HANDLED = frozenset(
     "alpha_pattern base_model_name_or_path bias exclude_modules init_lora_weights "
     "layers_pattern layers_to_transform lora_alpha peft_type r rank_pattern "
     "target_modules use_rslora".split()
 )
-# Other initialisations (PiSSA, CorDA, OLoRA, LoftQ, LoRA-GA) subtract their start from
-# the base's weights: the saved tensors alone, over the plain base, are another model.
-_FINAL_INITS = (True, False, "gaussian", "orthogonal", "eva")
+# Initialisations that leave the base's weights as they are.
+_PLAIN_INITS = (True, False, "gaussian", "orthogonal", "eva", "mica")
+# Others change them: the saved tensors alone, over the plain base, are another model.
+# What to do about it.
+_CONVERT = (
+    "PEFT's save_pretrained makes a plain LoRA of it, with "
+    "path_initial_model_for_weight_conversion"
+)
+_ADVICE = {
+    "pissa": _CONVERT,
+    "corda": _CONVERT,
+    "olora": _CONVERT,
+    "lora_ga": _CONVERT,
+    "loftq": "PEFT makes no plain LoRA of it: serve it over the base that LoftQ made, "
+    "saved with unload().save_pretrained(...), and set init_lora_weights to true",
+}
 # What PEFT takes for a Llama when `target_modules` is null.
 _DEFAULT_TARGETS = ("q_proj", "v_proj")
 # Modules that PEFT can adapt and this library cannot.
-_UNADAPTED_MODULES = ("lm_head", "model.embed_tokens")
+UNADAPTED_MODULES = ("lm_head", "model.embed_tokens")
 _DEFAULT_RANK = 8
 _DEFAULT_ALPHA = 8.0
 ALL_LINEAR = "all-linear"
@@ -80,7 +96,7 @@ class PeftLoraConfig:
                 "layers_to_transform needs target_modules to be a list, got "
                 f"target_modules = {self.target_modules!r}"
             )
-        if named := [m for m in _UNADAPTED_MODULES if self.targets(m)]:
+        if named := [m for m in UNADAPTED_MODULES if self.targets(m)]:
             raise UnsupportedAdapterError(
                 f"target_modules = {self.shown_targets} asks for a LoRA on "
                 f"{', '.join(named)}, which is not supported: only the attention and "
@@ -136,7 +152,7 @@ class PeftLoraConfig:
         wanted = self.target_modules
         if isinstance(wanted, str):
             if wanted.lower() == ALL_LINEAR:
-                return path not in _UNADAPTED_MODULES
+                return path not in UNADAPTED_MODULES
             return re.fullmatch(wanted, path) is not None
         if path in wanted:  # a full path is taken whatever layers_to_transform says
             return True
@@ -188,13 +204,12 @@ def _refuse_unsupported(fields: Mapping[str, Any]) -> None:
         problems.append(f'peft_type = {kind!r}, only "LORA" is')
     if (bias := fields.get("bias", "none")) not in ("none", None):
         problems.append(f'bias = {bias!r}, only "none" is')
-    init = fields.get("init_lora_weights", True)
-    if init is not None and init not in _FINAL_INITS:
-        problems.append(
-            f"init_lora_weights = {init!r}, which changes the base's weights too: only "
-            "true, false, gaussian, orthogonal, eva are (PEFT's save_pretrained makes "
-            "a plain LoRA of it with path_initial_model_for_weight_conversion)"
-        )
+    init = fields.get("init_lora_weights")
+    if init is not None and init not in _PLAIN_INITS:
+        rule = "only true, false, gaussian, orthogonal, eva, mica are"
+        if advice := _ADVICE.get(str(init).partition("_niter_")[0]):
+            rule = f"which changes the base's weights too: {rule} ({advice})"
+        problems.append(f"init_lora_weights = {init!r}, {rule}")
     for name in sorted(fields.keys() - _HANDLED - _INERT):
         # Without a table of defaults, off is what every switch of PEFT's is by default.
         if fields[name] not in (None, False, "", [], {}):

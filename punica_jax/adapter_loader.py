@@ -5,6 +5,7 @@ Knows files, the table of who owns which pages, and the pools that they are writ
 
 import os
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,7 @@ class AdapterLoader:
         device: DevicePools,
         table: AdapterTable,
         config: LlamaConfig,
-        base_name: str | None,
+        base_names: Sequence[str],
     ):
         """Take the pools and the table of their adapters.
 
@@ -81,13 +82,12 @@ class AdapterLoader:
           device: holds the pools.
           table: says which slots and pages are whose.
           config: the base model's.
-          base_name: what the base is called, for adapters that name theirs; None if
-            nobody knows.
+          base_names: what the base may be called, for adapters that name theirs.
         """
         self._device = device
         self._table = table
         self._config = config
-        self._base_name = base_name
+        self._base_names = base_names
         self._reporting: threading.Thread | None = None
 
     def load(
@@ -104,7 +104,7 @@ class AdapterLoader:
             folder,
             self._config,
             dtype=self._device.pools.dtype,
-            base_name=self._base_name,
+            base_names=self._base_names,
         )
         num_pages = {group: adapter.num_pages(group) for group in MODULE_GROUPS}
         placement = self._table.allocate(name, num_pages, adapter.rank)

@@ -37,7 +37,7 @@ class AdapterSources:
           ValueError: there is no such directory.
         """
         self._config, self._dtype = base.config, np.dtype(base.dtype)
-        self._base_name = base.published_name
+        self._base_names = base.names
         self._folder = None if folder is None else Path(folder)
         if self._folder is not None and not self._folder.is_dir():
             raise ValueError(f"adapters_dir must be a directory, got {folder!r}")
@@ -78,7 +78,7 @@ class AdapterSources:
                 f"only weights take fields of {_CONFIG_FILE}, got {sorted(fields)}"
             )
         return functools.partial(
-            _read, source, self._config, dtype=self._dtype, base_name=self._base_name
+            _read, source, self._config, dtype=self._dtype, base_names=self._base_names
         )
 
     def find(self, name: str) -> Callable[[], Adapter] | None:

@@ -128,6 +128,9 @@ class AdapterTable(Mapping[str, LoadedAdapter]):
     def release(self, resident: Any) -> None:
         """Do nothing: a loaded adapter stays until it is unloaded."""
 
+    def forgo(self, name: str) -> None:
+        """Do nothing, as `release`."""
+
     @property
     def num_free_slots(self) -> int:
         return len(self._free_slots)
@@ -145,9 +148,9 @@ class AdapterTable(Mapping[str, LoadedAdapter]):
         )
 
     @property
-    def groups(self) -> Iterable[str]:
-        """The module groups that have rank pages."""
-        return self._num_pages.keys()
+    def num_pages(self) -> Mapping[str, int]:
+        """Module group -> its rank pages."""
+        return self._num_pages
 
     def why_never(self, num_pages: Mapping[str, int], rank: int) -> str | None:
         """Return why an adapter would not fit an empty table, None if it would."""

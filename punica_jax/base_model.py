@@ -14,7 +14,7 @@ from punica_jax.generation_config import GenerationConfig
 from punica_jax.hub import fetch_weights, local_dir
 from punica_jax.memory import DeviceMemory, MemoryPlan, default_device, default_dtype
 from punica_jax.model_dir import ModelDir
-from punica_jax.models import MODULE_GROUPS, LlamaConfig, load_model
+from punica_jax.models import MODULE_GROUPS, LlamaConfig, load_model, warn_user
 from punica_jax.pallas_kernels import resolve
 from punica_jax.runner import Runner
 from punica_jax.sizes import Sizes
@@ -27,8 +27,7 @@ class BaseModel:
     """A Hugging Face model, checked and planned; its weights are read by `runner`.
 
     Attributes:
-      name: what it is called in texts.
-      published_name: what adapters may call it; None if nobody knows.
+      names: what it may be called, the best name first.
       config: its sizes.
       sizes: how much of everything there is.
       plan: who gets how many bytes of the device.
@@ -38,12 +37,20 @@ class BaseModel:
       defaults: what its `generation_config.json` says of sampling.
     """
 
-    def __init__(self, model: str | os.PathLike[str], config: EngineConfig):
+    def __init__(
+        self,
+        model: str | os.PathLike[str],
+        config: EngineConfig,
+        *,
+        num_spare: int = 0,
+        num_staged: int = 1,
+    ):
         """Find a model's files, and check all that needs no weights.
 
         Args:
           model: a directory, or an id of the Hugging Face hub.
           config: how it is to be served.
+          num_spare: see `Sizes`; and so `num_staged`.
 
         Raises:
           ValueError: a name, a size or a file breaks a rule, or all of it does not fit
@@ -53,8 +60,7 @@ class BaseModel:
         self._implementation = resolve(config.implementation)
         self._progress = config.progress
         self._files = ModelDir(local_dir(model, "model", progress=config.progress))
-        self.name = self._files.model_name
-        self.published_name = self._files.published_name
+        self.names = self._files.model_names
         self.config = LlamaConfig.from_hf(
             self._files.config, max_model_len=config.max_model_len
         )
@@ -69,6 +75,8 @@ class BaseModel:
             max_rank=config.max_rank,
             page_size=config.page_size,
             max_step_rows=config.max_step_rows,
+            num_spare=num_spare,
+            num_staged=num_staged,
         )
         sizes.check_model(self.config)
         device = default_device()
@@ -86,19 +94,20 @@ class BaseModel:
         self.tokenizer = Tokenizer.from_dir(self._files)
         self.chat_template = ChatTemplate.from_dir(self._files)
         self.defaults = GenerationConfig.from_dir(self._files)
+        if unused := self.defaults.unused:
+            warn_user(
+                f"generation_config.json of {self.names[0]} has what is not supported "
+                f"here, and changes transformers' tokens: {', '.join(unused)}"
+            )
 
-    def table(self, *, num_spare: int = 0) -> AdapterTable:
-        """Make an empty table of the adapters on the device; see `runner`."""
-        num_slots = self.sizes.num_slots + num_spare
-        num_pages = dict.fromkeys(MODULE_GROUPS, self.sizes.num_rank_pages)
-        return AdapterTable(num_slots, num_pages, self.sizes.max_rank)
+    def table(self) -> AdapterTable:
+        """Make an empty table of the adapters on the device."""
+        sizes = self.sizes
+        num_pages = dict.fromkeys(MODULE_GROUPS, sizes.num_rank_pages)
+        return AdapterTable(sizes.num_device_slots, num_pages, sizes.max_rank)
 
-    def runner(self, *, num_spare: int = 0) -> Runner:
-        """Fetch and read the weights, and put everything on the device.
-
-        Args:
-          num_spare: slots more than `sizes` has.
-        """
+    def runner(self) -> Runner:
+        """Fetch and read the weights, and put everything on the device."""
         fetch_weights(self._model, self._files.path, progress=self._progress)
         model = load_model(
             self._files.path,
@@ -112,7 +121,7 @@ class BaseModel:
             num_kv_pages=sizes.num_kv_pages,
             page_size=sizes.page_size,
             num_seats=sizes.max_seats,
-            num_slots=sizes.num_slots + num_spare,
+            num_slots=sizes.num_device_slots,
             num_rank_pages=sizes.num_rank_pages,
             max_rank=sizes.max_rank,
             implementation=self._implementation,

@@ -59,3 +59,7 @@ class Adapters(Protocol):
     def release(self, resident: Resident) -> None:
         """Let go of what was claimed."""
         ...
+
+    def forgo(self, name: str) -> None:
+        """Take note that nobody wants an adapter now, until it is claimed again."""
+        ...

@@ -6,6 +6,7 @@ library and its errors into one line and an exit status.
 
 import dataclasses
 import sys
+from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated
 
@@ -15,7 +16,8 @@ from punica_jax.bench import main as run_bench
 from punica_jax.bench_model import SHAPES, SMALL
 from punica_jax.demo import main as run_demo
 from punica_jax.llm import LLM
-from punica_jax.request import SamplingParams
+from punica_jax.request import Completion, SamplingParams
+from punica_jax.stream import Piece
 
 BASE = "none"  # what --use calls the model without an adapter
 
@@ -134,7 +136,8 @@ def generate(
 ) -> None:
     """Answer prompts with one model in one batch, each with its own adapter.
 
-    What is not given is as the model's generation_config.json has it.
+    What is not given is as the model's generation_config.json has it. Exits with 1 if
+    an answer has failed, and with 2 if something that was given is wrong.
     """
     given = {
         "max_new_tokens": max_new_tokens,
@@ -168,20 +171,31 @@ def generate(
                 )
             asked = llm.encode_chat([[{"role": "user", "content": p}] for p in prompts])
         if len(prompts) == 1:
-            llm.generate(asked, names, sampling, on_token=_print_piece)
-            typer.echo()
-            return
-        outs = llm.generate(asked, names, sampling)
+            outs = _print_stream(llm.stream(asked, names, sampling))
+        else:
+            outs = llm.generate(asked, names, sampling)
+            for prompt, name, out in zip(prompts, names, outs, strict=True):
+                typer.echo(f"[{name or BASE}] {prompt}\n{out.text}\n")
     except (ValueError, OSError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from error
-    for prompt, name, out in zip(prompts, names, outs, strict=True):
-        typer.echo(f"[{name or BASE}] {prompt}\n{out.text}\n")
+    failed = [out for out in outs if out.error is not None]
+    for out in failed:
+        which = f"prompt {out.prompt_index}: " if len(outs) > 1 else ""
+        typer.echo(f"error: {which}{out.error}", err=True)
+    if failed:
+        raise typer.Exit(1)
 
 
-def _print_piece(index: int, piece: str) -> None:
-    del index
-    typer.echo(piece, nl=False)
+def _print_stream(stream: Iterable[Piece]) -> list[Completion]:
+    """Print a prompt's text as it comes; return its completions."""
+    outs = []
+    for piece in stream:
+        typer.echo(piece.text, nl=False)
+        if piece.completion is not None:
+            outs.append(piece.completion)
+    typer.echo()
+    return outs
 
 
 def _named_paths(texts: list[str]) -> dict[str, str]:

@@ -6,17 +6,20 @@ loop's business, and where adapters are the residence's.
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import logging
 import os
-import threading
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+import queue
+import weakref
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import MappingProxyType
 from typing import Any, Unpack
 
 import jax.numpy as jnp
 
+from punica_jax.adapter_finder import AdapterFinder
 from punica_jax.adapter_sources import AdapterSource, AdapterSources
 from punica_jax.base_model import BaseModel
 from punica_jax.chat import ChatOptions
@@ -25,20 +28,21 @@ from punica_jax.engine_request import EngineRequest
 from punica_jax.engine_thread import EngineThread
 from punica_jax.loop import StepLoop
 from punica_jax.memory import bytes_text, host_adapter_bytes
-from punica_jax.models import Adapter
 from punica_jax.prompts import Prompts
 from punica_jax.request import SamplingParams, Terms
 from punica_jax.request_state import RequestState
-from punica_jax.residence import AdapterResidence
+from punica_jax.residence import MAX_STAGED, AdapterResidence
 from punica_jax.sequence import DEFAULT_TERMS
 from punica_jax.stats import EngineStats
 from punica_jax.stream import Piece
 from punica_jax.summary import summary
+from punica_jax.tasks import Tasks
 from punica_jax.versions import Version
 
 _log = logging.getLogger(__name__)
 _NUM_READERS = _NUM_EXAMINERS = 2
 _NUM_SPARE = 1  # slots; one adapter is replaced at a time while all others are in use
+_NUM_STAGED = MAX_STAGED + 1  # one is being written to its pages meanwhile
 
 
 class Engine:
@@ -47,6 +51,9 @@ class Engine:
     One thread steps all requests together, each under its own adapter, and goes on
     while adapters are read and copied. Everything here may be called from any thread;
     what is `async` from any event loop.
+
+    It serves until `close`, or until nobody refers to it any more; a request under way
+    does.
 
     Attributes:
       config: how the model is served.
@@ -77,50 +84,58 @@ class Engine:
           ValueError: a name, a size or a file breaks a rule, or all of it does not fit
             the device.
         """
-        self.config = EngineConfig() if config is None else config
-        base = self._base = BaseModel(model, self.config)
+        self.config = config = config or EngineConfig()
+        base = self._base = BaseModel(
+            model, config, num_spare=_NUM_SPARE, num_staged=_NUM_STAGED
+        )
         self.tokenizer = base.tokenizer
         self.default_sampling = base.defaults.sampling
         self.max_model_len = base.sizes.max_model_len
-        host_bytes = host_adapter_bytes(self.config.host_adapter_memory)
+        host_bytes = host_adapter_bytes(config.host_adapter_memory)
         self._sources = AdapterSources(base, adapters_dir)
         readers = self._sources.readers(adapters)
-        self._runner = base.runner(num_spare=_NUM_SPARE)
-        awake = threading.Event()
-        self._executor = ThreadPoolExecutor(_NUM_READERS, "punica-jax-adapters")
-        self._copier = ThreadPoolExecutor(1, "punica-jax-copies")
-        self._examiner = ThreadPoolExecutor(_NUM_EXAMINERS, "punica-jax-digests")
-        self._table = base.table(num_spare=_NUM_SPARE)
+        self._runner = base.runner()
+        awake: queue.SimpleQueue[None] = queue.SimpleQueue()
+        tasks = Tasks(
+            ThreadPoolExecutor(_NUM_READERS, "punica-jax-adapters"),
+            copier=ThreadPoolExecutor(1, "punica-jax-copies"),
+            examiner=ThreadPoolExecutor(_NUM_EXAMINERS, "punica-jax-digests"),
+            wake=functools.partial(awake.put, None),
+        )
+        self._table = base.table()
         self._residence = AdapterResidence(
             self._table,
             self._runner.adapters,
-            self._executor,
+            tasks,
             host_bytes=host_bytes,
-            copier=self._copier,
-            examiner=self._examiner,
             num_spare=_NUM_SPARE,
-            wake=awake.set,
         )
-        policy = self.config.policy
-        self._loop = StepLoop(self._runner, base.sizes, self._residence, policy)
-        vocab_size, max_len = base.config.vocab_size, self.max_model_len
-        self._prompts = Prompts(self.tokenizer, self._find_adapter, vocab_size, max_len)
-        self._numbers = itertools.count(1)
-        self._forgotten: set[str] = set()
+        self._loop = StepLoop(self._runner, base.sizes, self._residence, config.policy)
+        # Nothing that its thread holds may hold the engine: who drops it ends it.
         self._thread = EngineThread(
-            self._loop, self._residence, self.config.max_waiting, awake
+            self._loop, self._residence, config.max_waiting, awake
         )
+        weakref.finalize(self, self._thread.stop).atexit = False
+        self._finder = AdapterFinder(self._sources, self._thread)
+        self._prompts = Prompts(
+            self.tokenizer,
+            self._finder.find,
+            base.config.vocab_size,
+            self.max_model_len,
+            base.sizes.page_size,
+        )
+        self._numbers = itertools.count(1)
         for name, read in readers.items():
             self._residence.register(name, read)
-        if self.config.warm_up:
-            self._loop.warm_up(progress=self.config.progress)
+        if config.warm_up:
+            self._loop.warm_up(progress=config.progress)
         _log.info("%s", self)
         self._thread.start()
 
     def __repr__(self) -> str:
         residence = self._residence
         return summary(
-            name=f"Engine {self._base.name}",
+            name=f"Engine {self._base.names[0]}",
             config=self._base.config,
             dtype=jnp.dtype(self._base.dtype).name,
             plan=self._base.plan,
@@ -194,7 +209,9 @@ class Engine:
         is new; the completions are whole.
 
         Raises:
-          ValueError: the state contradicts itself; and as `generate`.
+          ValueError: the state contradicts itself, or the adapter of its name has
+            other weights here: digests tell, as soon as they are known on both sides;
+            until then it goes on. And as `generate`.
         """
         prompt, terms = state.prompt_token_ids, state.terms
         request = self._request(
@@ -219,7 +236,8 @@ class Engine:
         Here it ends with completions that are "exported".
 
         Raises:
-          ValueError: no request under way has that id.
+          ValueError: no request under way has that id; one that has failed, or has all
+            its tokens, is not.
         """
         return await self._thread.ask(self._thread.export, request_id)
 
@@ -243,14 +261,14 @@ class Engine:
             module -> (`A [rank, d_in]`, `B [d_out, rank]`), as for `save_adapter`.
             They are kept, not copied.
           allow_nan: take weights that are not finite.
-          pin: bring it to the device now, and keep it there.
+          pin: bring it to the device now, or else when it is wanted; keep it there.
           **fields: with weights, those of `adapter_config.json`, such as `lora_alpha`.
 
         Raises:
           ValueError: the name is empty.
         """
         read = self._sources.reader(name, source, fields)
-        self._forgotten.discard(name)
+        self._finder.may_find(name)
         options = {"allow_nan": allow_nan, "is_pinned": pin}
         self._thread.do(self._residence.register, name, read, **options)
 
@@ -274,19 +292,20 @@ class Engine:
         """
         read = self._sources.reader(name, source, fields)
         await self._thread.load(name, read, allow_nan=allow_nan, is_pinned=pin)
-        self._forgotten.discard(name)
+        self._finder.may_find(name)
 
     async def unload_adapter(self, name: str, *, cancel: bool = False) -> None:
         """Forget an adapter, and wait until nothing of it is left on host and device.
 
         Args:
-          name: the adapter's; new requests for it are refused from now on.
+          name: the adapter's, also one of `adapters_dir`; new requests for it are
+            refused from now on, until it is registered.
           cancel: end its requests now; else they are waited for.
 
         Raises:
           UnknownAdapterError: no adapter has that name.
         """
-        version = await self._thread.ask(self._forget, name, cancel)
+        version = await self._finder.unload(name, cancel=cancel)
         await asyncio.wrap_future(version.gone)
 
     async def pin_adapter(self, name: str, is_pinned: bool = True) -> None:
@@ -299,7 +318,7 @@ class Engine:
         Raises:
           UnknownAdapterError: no adapter has that name.
         """
-        self._find_adapter(name)
+        self._finder.find(name)
         await self._thread.ask(self._residence.pin, name, is_pinned)
 
     def encode_chat(
@@ -318,8 +337,6 @@ class Engine:
         A second time does nothing.
         """
         self._thread.close()
-        for executor in (self._executor, self._copier, self._examiner):
-            executor.shutdown(wait=False, cancel_futures=True)
 
     def _request(
         self,
@@ -341,20 +358,3 @@ class Engine:
         if name is None:
             name = f"request {next(self._numbers)}"
         return EngineRequest(name, sequences, sequences[0].sampling, terms, fresh)
-
-    def _find_adapter(self, name: str) -> None:
-        """Look into `adapters_dir` for a name that is not known."""
-        # What registers it may be on its way: the engine's thread is who refuses it.
-        if not isinstance(name, str) or name in self._residence:
-            return
-        if name not in self._forgotten and (read := self._sources.find(name)):
-            self._thread.do(self._register_found, name, read)
-
-    def _forget(self, name: str, cancel: bool) -> Version:
-        version = self._thread.unload(name, cancel)
-        self._forgotten.add(name)
-        return version
-
-    def _register_found(self, name: str, read: Callable[[], Adapter]) -> None:
-        if name not in self._residence and name not in self._forgotten:
-            self._residence.register(name, read)

@@ -32,7 +32,8 @@ class EngineConfig:
       adapter_memory: the same for the adapters. None: room for `num_slots` of
         `max_rank`, and one more, so that any of them can be replaced.
       host_adapter_memory: most host memory of adapters, in bytes or as a fraction of
-        the machine's; None is a quarter of it.
+        the machine's; None is a quarter of it. Up to four that are being read come on
+        top of it, and arrays that were given to `register_adapter` are kept beside it.
       max_waiting: requests that may wait; more are refused.
       policy: makes the queue of those that wait: `FirstComeFirstServed`,
         `LatencyTargets`, `FairShare`, or a function that returns one with arguments.

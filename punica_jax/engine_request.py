@@ -4,9 +4,10 @@ Knows its sequences and the asker's event loop; nothing of steps.
 """
 
 import asyncio
+import copy
 from collections.abc import Sequence
 
-from punica_jax.request import SamplingParams, Terms
+from punica_jax.request import RequestError, SamplingParams, Terms
 from punica_jax.request_state import RequestState, SampleState
 from punica_jax.sequence import SequenceState
 from punica_jax.stats import AdapterStats
@@ -71,10 +72,16 @@ class EngineRequest:
     def end(self, sequence: SequenceState) -> None:
         """Take a completion's end."""
         if sequence.error is not None:
-            self.fresh.append(sequence.error)
+            self.fresh.append(own_copy(sequence.error))
         else:
             index = self.sequences.index(sequence)
             self.fresh.append(Piece(index, "", sequence.completion()))
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether tokens are to come, beside those of steps that are not collected."""
+        has_failed = any(sequence.error is not None for sequence in self.sequences)
+        return not has_failed and not all(one.is_over for one in self.sequences)
 
     @property
     def state(self) -> RequestState:
@@ -86,6 +93,19 @@ class EngineRequest:
             terms=self.terms,
             samples=tuple(sequence.state for sequence in self.sequences),
         )
+
+
+def own_copy(error: Exception) -> Exception:
+    """Return an error that says the same as one that several get.
+
+    Whoever raises an error adds frames to it, which hold the caller's variables.
+    """
+    try:
+        own = copy.copy(error)
+    except Exception:  # not every class of others' can be copied
+        own = RequestError(f"{type(error).__name__}: {error}")
+    own.__cause__ = error.__cause__
+    return own
 
 
 def count_end(stats: AdapterStats, sequence: SequenceState) -> None:

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import functools
 import logging
+import queue
 import threading
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable
@@ -49,7 +50,7 @@ class EngineThread:
         loop: StepLoop,
         residence: AdapterResidence,
         max_waiting: int,
-        awake: threading.Event,
+        awake: "queue.SimpleQueue[None]",
     ):
         """Make it; `start` starts it.
 
@@ -57,7 +58,7 @@ class EngineThread:
           loop: steps the sequences.
           residence: has their adapters.
           max_waiting: sequences that may wait; requests that bring more are refused.
-          awake: set by whoever has something for the thread to look at.
+          awake: what wakes it; no `Event`: its lock would stop a finalizer.
         """
         self.loop = loop
         self.residence = residence
@@ -79,10 +80,14 @@ class EngineThread:
     def start(self) -> None:
         self._thread.start()
 
-    def close(self) -> None:
-        """End all requests with `EngineClosedError`, and wait for the thread."""
+    def stop(self) -> None:
+        """Have the thread end, and all requests with `EngineClosedError`."""
         self._is_closing = True
-        self._awake.set()
+        self._awake.put(None)
+
+    def close(self) -> None:
+        """Do so, and wait for it."""
+        self.stop()
         self._thread.join()
 
     def do(self, command: Callable[..., object], *args: Any, **kwargs: Any) -> None:
@@ -93,9 +98,9 @@ class EngineThread:
         """
         with self._lock:
             if self._has_ended:
-                raise EngineClosedError("the engine has ended") from self._error
+                raise self._ended()
             self._commands.append(functools.partial(command, *args, **kwargs))
-        self._awake.set()
+        self._awake.put(None)
 
     def ask(
         self, question: Callable[..., _T], *args: Any, **kwargs: Any
@@ -122,7 +127,7 @@ class EngineThread:
                 for item in await request.news.get():
                     if isinstance(item, Exception):
                         left = 0
-                        raise item.with_traceback(None)
+                        raise item
                     left -= item.completion is not None
                     yield item
         finally:
@@ -176,6 +181,8 @@ class EngineThread:
             num_free_kv_pages=self.loop.pages.num_free,
             num_slots=num_slots,
             num_on_device=self.residence.num_on_device,
+            num_rank_pages=self.residence.num_rank_pages,
+            num_free_rank_pages=self.residence.num_free_rank_pages,
             num_adapters=len(versions),
             host_adapter_bytes=self.residence.host_bytes,
             nbytes={name: version.nbytes for name, version in versions.items()},
@@ -189,27 +196,33 @@ class EngineThread:
     def _serve(self) -> None:
         try:
             while True:
-                self._awake.clear()
-                if self._is_closing:  # after `clear`: `close` wakes only once
+                while not self._awake.empty():
+                    self._awake.get()
+                if self._is_closing:  # after that: `close` wakes only once
                     break
                 if not self._turn():
-                    # Deadlines pass while adapters are on their way.
-                    self._awake.wait(_IDLE_S if self.loop.busy else None)
+                    timeout_s = _IDLE_S if self.loop.busy else None  # for deadlines
+                    with contextlib.suppress(queue.Empty):
+                        self._awake.get(timeout=timeout_s)
         except BaseException as error:
             _log.exception("the engine has ended")
             self._error = error
         finally:
             with self._lock:
                 self._has_ended = True
-            ended = EngineClosedError("the engine has ended")
-            ended.__cause__ = self._error
             for command in self._commands:
                 with contextlib.suppress(Exception):  # those that ask get it
                     command()
-            self.residence.give_up(ended)
+            self.residence.give_up(self._ended)
             for request in list(self._requests.values()):
-                request.fresh.append(ended)
+                request.fresh.append(self._ended())
             self._deliver()
+
+    def _ended(self) -> EngineClosedError:
+        """Return an asker's own error; see `own_copy`."""
+        ended = EngineClosedError("the engine has ended")
+        ended.__cause__ = self._error
+        return ended
 
     def _turn(self) -> bool:
         """Do what was asked, and one step; return whether anything happened."""
@@ -230,7 +243,7 @@ class EngineThread:
         speaking: dict[asyncio.AbstractEventLoop, list[EngineRequest]] = {}
         for request in [one for one in self._requests.values() if one.fresh]:
             speaking.setdefault(request.loop, []).append(request)
-            if not self._is_going(request):
+            if not any(one in self._owners for one in request.sequences):
                 del self._requests[request.name]
         for loop, requests in speaking.items():
             news = [(request.news, request.fresh.copy()) for request in requests]
@@ -262,8 +275,10 @@ class EngineThread:
             if num > most:
                 raise ValueError(f"n must be at most {most} here, got {num}")
             raise QueueFullError(
-                f"{scheduler.num_waiting} requests wait already, and at most "
-                f"max_waiting = {self._max_waiting} may; try again later or raise it"
+                f"{scheduler.num_waiting} sequences wait already, and the request "
+                f"would bring {num} more; {room} may now: max_waiting = "
+                f"{self._max_waiting}, and {scheduler.num_free_seats} for free seats; "
+                "try again later or raise max_waiting"
             )
         self._requests[request.name] = request
         going = []
@@ -294,7 +309,7 @@ class EngineThread:
           ValueError: none under way has that id.
         """
         request = self._requests.get(name) if isinstance(name, str) else None
-        if request is None or not self._is_going(request):
+        if request is None or not request.can_go_on:
             raise ValueError(f"no request under way has the id {name!r}")
         state = request.state
         self.end(request, "exported")
@@ -323,9 +338,6 @@ class EngineThread:
             if self.residence.get(name) is version:  # else it has been replaced
                 self.residence.unregister(name)
 
-    def _is_going(self, request: EngineRequest) -> bool:
-        return any(sequence in self._owners for sequence in request.sequences)
-
     def _note_end(self, sequence: SequenceState) -> None:
         request = self._owners.pop(sequence)
         count_end(self._stats(sequence.adapter), sequence)
@@ -344,5 +356,5 @@ class EngineThread:
 
 
 def _hand_over(items: Iterable[tuple[asyncio.Queue, Any]]) -> None:
-    for queue, fresh in items:
-        queue.put_nowait(fresh)
+    for news, fresh in items:
+        news.put_nowait(fresh)

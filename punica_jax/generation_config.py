@@ -42,6 +42,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "forced_bos_token_id": (),
         "forced_eos_token_id": (),
         "guidance_scale": (1.0,),
+        "max_time": (),
         "min_length": (0,),
         "no_repeat_ngram_size": (0,),
         "num_beam_groups": (1,),
@@ -58,6 +59,8 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "watermarking_config": (),
     }
 )
+# Those of them that act only where do_sample is true.
+_ONLY_SAMPLED = frozenset({"epsilon_cutoff", "eta_cutoff", "top_h", "typical_p"})
 
 
 class GenerationConfigError(ValueError):
@@ -100,7 +103,9 @@ class GenerationConfig:
         unused = [
             name
             for name, neutral in _NEUTRAL.items()
-            if name in given and given[name] not in ([], {}, *neutral)
+            if name in given
+            and given[name] not in ([], {}, *neutral)
+            and (do_sample or name not in _ONLY_SAMPLED)
         ]
         names = _SAMPLING | _ALWAYS if do_sample else _ALWAYS
         if _LENGTH not in given:

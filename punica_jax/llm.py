@@ -23,9 +23,10 @@ from punica_jax.placements import LoadedAdapter
 from punica_jax.progress import answering
 from punica_jax.prompts import Prompts
 from punica_jax.request import Completion, SamplingParams
-from punica_jax.sequence import SequenceState, TokenCallback
+from punica_jax.sequence import SequenceState
 from punica_jax.stream import Stream
 from punica_jax.summary import summary
+from punica_jax.transcript import TokenCallback
 
 
 class LLM:
@@ -115,20 +116,21 @@ class LLM:
         self._runner = base.runner()
         self._loop = StepLoop(self._runner, base.sizes, self._table)
         self._loader = AdapterLoader(
-            self._runner.adapters, self._table, base.config, base.published_name
+            self._runner.adapters, self._table, base.config, base.names
         )
         self._prompts = Prompts(
             self.tokenizer,
             self._table.__getitem__,
             base.config.vocab_size,
             self.max_model_len,
+            base.sizes.page_size,
         )
         for name, folder in folders.items():
             self._loader.load(name, folder)
 
     def __repr__(self) -> str:
         return summary(
-            name=f"LLM {self._base.name}",
+            name=f"LLM {self._base.names[0]}",
             config=self.config,
             dtype=jnp.dtype(self._runner.dtype).name,
             plan=self._base.plan,
@@ -212,7 +214,8 @@ class LLM:
           adapters: one name (or None, the base alone) for all prompts, or one each.
           sampling: one for all prompts, or one each; None is `default_sampling`.
           on_token: called with a completion's place in the list and its newest text,
-            as it comes.
+            as it comes. Where it raises an error, that completion ends with it, and
+            the others go on.
           progress: show a progress bar; None means where standard error is a terminal,
             there are several prompts and no `on_token`.
 

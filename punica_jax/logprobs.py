@@ -35,6 +35,26 @@ class Logprobs:
     top_tokens: Array | np.ndarray
     top: Array | np.ndarray
 
+    def pack(self) -> Int32[Array, "rows 2+2*top"]:
+        """Return all of it as one array, floats by their bits; traceable."""
+        chosen, top = (
+            lax.bitcast_convert_type(jnp.asarray(one), jnp.int32)
+            for one in (self.chosen, self.top)
+        )
+        columns = [chosen[:, None], self.rank[:, None], self.top_tokens, top]
+        return jnp.concatenate(columns, axis=1)
+
+    @classmethod
+    def unpack(cls, packed: np.ndarray) -> "Logprobs":
+        """Return what was packed: views of `i32[rows, 2 + 2 * top]`."""
+        top_tokens, top = np.split(packed[:, 2:], 2, axis=1)
+        return cls(
+            packed[:, 0].view(np.float32),
+            packed[:, 1],
+            top_tokens,
+            top.view(np.float32),
+        )
+
     def of(self, row: int, num_top: int) -> TokenLogprobs:
         """Return a row's with as many of the most likely tokens as were asked for."""
         tokens = self.top_tokens[row, :num_top].tolist()

@@ -4,6 +4,7 @@ Knows sequences as rows of steps; who sits where is the scheduler's business, wh
 step computes the runner's, and prompts, names and texts are others'.
 """
 
+import heapq
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import NamedTuple
@@ -85,7 +86,15 @@ class StepLoop:
         """Let sequences wait for a seat."""
         sequences = list(sequences)
         self.scheduler.add(sequences)
-        self._timed += [one for one in sequences if one.terms.deadline_s is not None]
+        for one in sequences:
+            if one.terms.deadline_s is not None:
+                due_s = one.arrived_s + one.terms.deadline_s
+                heapq.heappush(self._timed, (due_s, one.arrival, one))
+        # Those that ended in time are kept no longer than there are as many others.
+        num_left = self.scheduler.num_waiting + len(self.scheduler.running)
+        if len(self._timed) > 2 * num_left:
+            self._timed = [entry for entry in self._timed if not entry[-1].is_over]
+            heapq.heapify(self._timed)
 
     def cancel(
         self, sequence: SequenceState, reason: FinishReason = "cancelled"
@@ -125,17 +134,21 @@ class StepLoop:
         self._flight: _Flight | None = None
         self._ending: list[SequenceState] = []
         self._over: list[SequenceState] = []
-        self._timed: list[SequenceState] = []
+        self._timed: list[tuple[float, int, SequenceState]] = []  # a heap
         self._collected_s = time.monotonic()
 
     def warm_up(self, *, progress: bool = False) -> None:
         """Compile every program that a step can need; show which, if so."""
+        runner, pages_per_seq = self._runner, self._sizes.pages_per_seq
         buckets = list(self._buckets)
-        with compiling(len(buckets), progress) as note:
-            pages_per_seq = self._sizes.pages_per_seq
-            for bucket, seconds in self._runner.compile(buckets, pages_per_seq):
+        with compiling(len(buckets) + 1, progress) as note:
+            for bucket, seconds in runner.compile(buckets, pages_per_seq):
                 note(bucket.name, seconds)
-            self._runner.warm_up(buckets, pages_per_seq)
+            start_s = time.monotonic()
+            runner.warm_up(buckets, pages_per_seq)
+            steps = {bucket.name for bucket in buckets}
+            others = [name for name in runner.programs if name not in steps]
+            note("\n".join(others), time.monotonic() - start_s)
 
     def step(self) -> list[SequenceState]:
         """Launch a step, collect the one before it, and tell sequences their tokens.
@@ -234,15 +247,14 @@ class StepLoop:
 
     def _end_late(self) -> None:
         now_s = time.monotonic()
-        self._timed = [one for one in self._timed if not one.is_over]
-        for sequence in self._timed:
-            waited_s = now_s - sequence.arrived_s
-            deadline_s = sequence.terms.deadline_s
-            if deadline_s is not None and waited_s > deadline_s:
+        while self._timed and self._timed[0][0] < now_s:
+            _, _, sequence = heapq.heappop(self._timed)
+            if not sequence.is_over:
                 sequence.fail(
                     DeadlineError(
-                        f"a request was not answered within its deadline of "
-                        f"{deadline_s:g} s; {len(sequence.new_tokens)} tokens had come"
+                        "a request was not answered within its deadline of "
+                        f"{sequence.terms.deadline_s:g} s; "
+                        f"{len(sequence.new_tokens)} tokens had come"
                     )
                 )
                 self._ending.append(sequence)
@@ -254,8 +266,8 @@ class StepLoop:
         """
         num_full = sequence.num_known_cached // self.pages.page_size
         if num_full > sequence.num_published:
-            known = sequence.tokens[: sequence.num_known_cached]
-            self.pages.publish(sequence.pages, known, sequence.weights)
+            digests, weights = sequence.page_digests, sequence.weights
+            self.pages.publish(sequence.pages, digests, num_full, weights)
             sequence.num_published = num_full
 
     def _write_seat(self, sequence: SequenceState) -> None:

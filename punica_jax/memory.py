@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from punica_jax.models import (
+    MODULE_GROUPS,
     KvCache,
     Llama,
     LlamaConfig,
@@ -131,6 +132,7 @@ class MemoryPlan:
     Attributes:
       sizes: the pages that fit are in it.
       num_params: the model's parameters.
+      staging_bytes: what adapters take beside the pools, on their way there, at most.
       seat_bytes: what the seats keep for sampling: bias, counts and marks of tokens.
       workspace_bytes: what a step takes while it runs, at most.
     """
@@ -140,6 +142,7 @@ class MemoryPlan:
     weight_bytes: int
     kv_bytes: int
     adapter_bytes: int
+    staging_bytes: int
     seat_bytes: int
     workspace_bytes: int
     device: DeviceMemory
@@ -206,6 +209,7 @@ class MemoryPlan:
         model = nnx.eval_shape(lambda: Llama(config, dtype=dtype, rngs=nnx.Rngs(0)))
         fixed = {
             "weight_bytes": _num_bytes(model),
+            "staging_bytes": _staging_bytes(config, sizes, rank_page),
             "seat_bytes": _seat_bytes(sizes.max_seats, config.vocab_size),
             "workspace_bytes": workspace_bytes(
                 config, sizes, dtype, resolve(implementation)
@@ -236,9 +240,10 @@ class MemoryPlan:
 
     @property
     def total_bytes(self) -> int:
-        """Everything together, the workspace included."""
+        """Everything together, also what is taken only for a time."""
         resident = self.weight_bytes + self.kv_bytes + self.adapter_bytes
-        return resident + self.seat_bytes + self.workspace_bytes
+        at_times = self.staging_bytes + self.workspace_bytes
+        return resident + self.seat_bytes + at_times
 
     def _check(self) -> None:
         total = self.device.total_bytes
@@ -258,6 +263,7 @@ class MemoryPlan:
                 f"adapters: {sizes.num_rank_pages} rank pages "
                 f"({sizes.pages_per_adapter} for one of max_rank = {sizes.max_rank})",
             ),
+            (self.staging_bytes, "adapters on their way there"),
             (self.seat_bytes, "what seats keep for sampling"),
             (self.workspace_bytes, "what a step takes at most"),
             (self.device.used_bytes, "in use already"),
@@ -293,13 +299,20 @@ def _pool_bytes(config: LlamaConfig, sizes: Sizes, num_pages: int, dtype: Any) -
         jax.eval_shape(
             lambda: LoraPools.zeros(
                 config,
-                num_slots=sizes.num_slots,
+                num_slots=sizes.num_device_slots,
                 num_pages=num_pages,
                 max_rank=sizes.max_rank,
                 dtype=dtype,
             )
         )
     )
+
+
+def _staging_bytes(config: LlamaConfig, sizes: Sizes, rank_page: int) -> int:
+    """Return what adapters of `max_rank` take; each page has its scales with it."""
+    num_modules = sum(len(config.d_outs(group)) for group in MODULE_GROUPS)
+    scales = 4 * config.num_layers * num_modules
+    return sizes.num_staged * sizes.pages_per_adapter * (rank_page + scales)
 
 
 def _seat_bytes(num_seats: int, vocab_size: int) -> int:

@@ -66,20 +66,23 @@ class ModelDir:
             raise ModelFileError(f"{file}: not valid UTF-8: {error}") from error
 
     @property
-    def model_name(self) -> str:
-        """What the model is called: its published name, or else its folder's."""
-        return self.published_name or self.path.resolve().name
+    def model_names(self) -> tuple[str, ...]:
+        """What the model may be called, at least one name, and the best one first.
 
-    @property
-    def published_name(self) -> str | None:
-        """What its config or the hub's cache call the model, None if they do not."""
-        name = self.fields("config.json").get("_name_or_path")
-        if isinstance(name, str) and name and not name.startswith(("/", ".")):
-            return name
-        for folder in (self.path, *self.path.resolve().parents):
-            if folder.name.startswith("models--"):
-                return folder.name.removeprefix("models--").replace("--", "/")
-        return None
+        Its id on the hub, if it lies in the hub's cache; what its config says, which
+        may be the model that it was made from; its folder's name.
+        """
+        path = self.path.resolve()
+        ids = [
+            folder.name.removeprefix("models--").replace("--", "/")
+            for folder in (self.path, *path.parents)
+            if folder.name.startswith("models--")
+        ]
+        field = self.fields("config.json").get("_name_or_path")
+        fields = [field] if isinstance(field, str) and field else []
+        names = [*ids[:1], *fields, path.name]
+        # A path tells where the model once lay: the last thing to call it.
+        return tuple(sorted(names, key=lambda name: name.startswith(("/", "."))))
 
 
 def _read_object(file: Path) -> Mapping[str, Any]:

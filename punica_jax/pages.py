@@ -1,22 +1,61 @@
 """Which KV pages are free, which are shared, and which hold a prefix worth keeping.
 
-Plain bookkeeping; knows tokens and page numbers, nothing of devices. A page is shared
-only when it is full: its tokens, all tokens before it and the weights that read them
-are then the same for whoever uses it.
+Plain bookkeeping; knows page numbers and what stands for tokens, nothing of devices. A
+page is shared only when it is full: its tokens, all tokens before it and the weights
+that read them are then the same for whoever uses it.
 """
 
+import array
+import bisect
+import collections
 import dataclasses
+import hashlib
 from collections.abc import Hashable, Sequence
+
+
+def extend_digests(digests: list[bytes], tokens: Sequence[int], page_size: int) -> None:
+    """Add a digest for each full page that has none yet: a hash chain.
+
+    A page's digest is of its tokens and of the digest before it, and so of all tokens
+    up to its end. Whoever has the same digest is taken to have the same tokens: 256
+    bits of BLAKE2b, so that nobody who tries finds two beginnings that share one.
+
+    Args:
+      digests: of the first pages of `tokens`; more are appended.
+      tokens: each from 0 to 2**31 - 1.
+      page_size: tokens of a page.
+    """
+    for start in range(
+        len(digests) * page_size, len(tokens) - page_size + 1, page_size
+    ):
+        page = array.array("i", tokens[start : start + page_size]).tobytes()
+        before = digests[-1] if digests else b""
+        digests.append(hashlib.blake2b(before + page, digest_size=32).digest())
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class _Family:
+    """The prefixes that some weights have read.
+
+    Attributes:
+      weights: see `KvPages.num_known`.
+      pages: digest -> page.
+      found: the digest and the pages of the one that was found last.
+    """
+
+    weights: Hashable
+    pages: dict[bytes, int] = dataclasses.field(default_factory=dict)
+    found: tuple[bytes, tuple[int, ...]] = b"", ()
 
 
 @dataclasses.dataclass(eq=False, slots=True)
 class _Prefix:
-    """A full page's place in the tree of known prefixes; the root has no page."""
+    """What is known of a page that can be found."""
 
-    parent: "_Prefix | None"
-    tokens: tuple[int, ...] | Hashable  # its key in the parent
-    page: int
-    children: "dict[Hashable, _Prefix]" = dataclasses.field(default_factory=dict)
+    family: _Family
+    digest: bytes
+    parent: "_Prefix | None"  # of the page before it; None of a first page
+    children: "dict[_Prefix, None]" = dataclasses.field(default_factory=dict)
 
 
 class KvPages:
@@ -25,6 +64,9 @@ class KvPages:
     A page is free, used by one or more sequences, or unused but kept: it holds a prefix
     that a later sequence may share, until a page is needed and it is the one that has
     been unused for longest.
+
+    Where a page can be found, all pages before it can: the longest known prefix of n
+    pages is found in log(n) look-ups.
 
     Attributes:
       num_pages: all pages there are.
@@ -36,10 +78,11 @@ class KvPages:
         self.page_size = page_size
         self._free = list(reversed(range(num_pages)))
         self._num_users = [0] * num_pages
-        self._roots: dict[Hashable, _Prefix] = {}
+        self._families: dict[Hashable, _Family] = {}
         self._prefix_of: dict[int, _Prefix] = {}
         # In the order in which they were left; a prefix after all that go on from it.
-        self._kept: dict[int, None] = {}
+        # Of a plain dict whose first keys are gone the first one is slow to find.
+        self._kept: dict[int, None] = collections.OrderedDict()
 
     @property
     def num_free(self) -> int:
@@ -55,44 +98,69 @@ class KvPages:
         """Return the pages that hold so many tokens."""
         return -(-num_tokens // self.page_size)
 
-    def match(self, tokens: Sequence[int], weights: Hashable) -> tuple[int, ...]:
-        """Return the pages of the longest known prefix of `tokens`.
+    def num_known(
+        self, digests: Sequence[bytes], num_pages: int, weights: Hashable
+    ) -> int:
+        """Return how many pages the longest known prefix has.
 
         Args:
-          tokens: of a sequence. Its last token is never matched: a step must have a
-            row to give logits.
+          digests: of a sequence's full pages, as `extend_digests` makes them.
+          num_pages: how many of them count.
           weights: what reads them: stands for the base model and one version of one
             adapter, and for nothing else ever.
         """
-        pages = []
-        prefix = self._roots.get(weights)
-        for start in range(0, len(tokens) - self.page_size, self.page_size):
-            if prefix is None:
-                break
-            prefix = prefix.children.get(tuple(tokens[start : start + self.page_size]))
-            if prefix is not None:
-                pages.append(prefix.page)
-        return tuple(pages)
+        family = self._families.get(weights)
+        if family is None:
+            return 0
+        pages, (last, found) = family.pages, family.found
+        # Many that come together begin alike.
+        begins_so = 0 < len(found) <= num_pages and digests[len(found) - 1] == last
+        return bisect.bisect_left(
+            digests,
+            True,
+            lo=len(found) if begins_so else 0,
+            hi=num_pages,
+            key=lambda one: one not in pages,
+        )
 
-    def can_allocate(self, num_tokens: int, shared: Sequence[int] = ()) -> bool:
-        """Tell whether `allocate` would succeed."""
-        kept = sum(page in self._kept for page in shared)
-        return self.num_needed(num_tokens) - len(shared) <= self.num_free - kept
+    def find(
+        self, digests: Sequence[bytes], num_pages: int, weights: Hashable
+    ) -> tuple[int, ...]:
+        """Return the pages of a prefix, all of which are known; see `num_known`."""
+        if not num_pages:
+            return ()
+        family, last = self._families[weights], digests[num_pages - 1]
+        if family.found[0] != last:
+            pages = tuple(map(family.pages.__getitem__, digests[:num_pages]))
+            family.found = last, pages
+        return family.found[1]
+
+    def can_allocate(
+        self, num_tokens: int, shared: Sequence[int] = (), num_spare: int = 0
+    ) -> bool:
+        """Tell whether `allocate` would succeed, and leave some pages to spare."""
+        num_left = self.num_free + len(shared) - self.num_needed(num_tokens) - num_spare
+        # Those shared ones that nobody uses are free as well.
+        return num_left >= len(shared) or num_left >= sum(
+            page in self._kept for page in shared
+        )
 
     def allocate(self, num_tokens: int, shared: Sequence[int] = ()) -> tuple[int, ...]:
         """Take pages for so many tokens; there must be enough.
 
         Args:
           num_tokens: all tokens of the sequence, those in shared pages included.
-          shared: its first pages, as `match` just found them.
+          shared: its first pages, as `find` just found them.
 
         Returns:
           The pages in order, `shared` first.
         """
         assert self.can_allocate(num_tokens, shared), (num_tokens, self.num_free)
+        num_users = self._num_users
         for page in shared:
-            self._kept.pop(page, None)
-            self._num_users[page] += 1
+            if not num_users[page]:
+                del self._kept[page]
+            num_users[page] += 1
         new = [self._take() for _ in range(self.num_needed(num_tokens) - len(shared))]
         return (*shared, *new)
 
@@ -115,35 +183,37 @@ class KvPages:
         return (*pages, *(self._take() for _ in range(num_new)))
 
     def publish(
-        self, pages: Sequence[int], tokens: Sequence[int], weights: Hashable
+        self,
+        pages: Sequence[int],
+        digests: Sequence[bytes],
+        num_pages: int,
+        weights: Hashable,
     ) -> None:
-        """Let later sequences find the full pages of a sequence.
+        """Let later sequences find the first pages of a sequence, which are full.
 
         Args:
           pages: the sequence's, in order.
-          tokens: its first tokens, as many as the pages hold by now.
-          weights: see `match`.
+          digests, num_pages, weights: see `num_known`.
         """
-        # A root is kept from its first child on.
-        prefix = self._roots.get(weights) or _Prefix(None, weights, -1)
-        for index in range(len(tokens) // self.page_size):
-            start = index * self.page_size
-            key = tuple(tokens[start : start + self.page_size])
-            known = prefix.children.get(key)
-            if known is None:
-                if pages[index] in self._prefix_of:
-                    return
-                known = _Prefix(prefix, key, pages[index])
-                prefix.children[key] = self._prefix_of[pages[index]] = known
-                if prefix.parent is None:
-                    self._roots[weights] = prefix
-            prefix = known
+        family = self._families.get(weights) or _Family(weights)
+        first = self.num_known(digests, num_pages, weights)
+        parent = self._prefix_of[family.pages[digests[first - 1]]] if first else None
+        for index in range(first, num_pages):
+            page, digest = pages[index], digests[index]
+            if page in self._prefix_of:
+                return  # under the name that its weights had before
+            prefix = _Prefix(family, digest, parent)
+            family.pages[digest], self._prefix_of[page] = page, prefix
+            self._families[weights] = family  # from its first page on
+            if parent is not None:
+                parent.children[prefix] = None
+            parent = prefix
 
     def rename(self, old: Hashable, new: Hashable) -> None:
         """Call some weights another name; if that is in use, they share no more."""
-        if new not in self._roots and (root := self._roots.pop(old, None)) is not None:
-            root.tokens = new
-            self._roots[new] = root
+        if new not in self._families and old in self._families:
+            family = self._families[new] = self._families.pop(old)
+            family.weights = new
 
     def forget(self, pages: Sequence[int]) -> None:
         """Let nobody find a sequence's pages any more: what they hold is bad."""
@@ -166,14 +236,18 @@ class KvPages:
         places = sorted([*self._free, *self._kept, *used])
         assert places == list(range(self.num_pages)), places
         assert self._kept.keys() <= self._prefix_of.keys()
-        assert all(root.children for root in self._roots.values())
+        for weights, family in self._families.items():
+            assert family.pages and family.weights == weights
+        num_found = sum(len(family.pages) for family in self._families.values())
+        assert num_found == len(self._prefix_of)
         for page, prefix in self._prefix_of.items():
-            assert prefix.page == page
-            assert prefix.parent is not None
-            assert prefix.parent.children[prefix.tokens] is prefix
-            while prefix.parent is not None:
-                prefix = prefix.parent
-            assert self._roots[prefix.tokens] is prefix
+            assert self._families[prefix.family.weights] is prefix.family
+            assert prefix.family.pages[prefix.digest] == page
+            for child in prefix.children:
+                assert child.parent is prefix and child.family is prefix.family
+            if prefix.parent is not None:
+                assert prefix in prefix.parent.children
+                assert prefix.parent.digest in prefix.family.pages
 
     def _take(self) -> int:
         if not self._free:
@@ -190,15 +264,18 @@ class KvPages:
 
     def _forget(self, prefix: _Prefix) -> None:
         """Drop a prefix and all that go on from it; their unused pages are free."""
-        assert prefix.parent is not None
-        del prefix.parent.children[prefix.tokens]
-        if prefix.parent.parent is None and not prefix.parent.children:
-            self._roots.pop(prefix.parent.tokens, None)
+        family = prefix.family
+        family.found = b"", ()
+        if prefix.parent is not None:
+            del prefix.parent.children[prefix]
         stack = [prefix]
         while stack:
             prefix = stack.pop()
-            stack.extend(prefix.children.values())
-            del self._prefix_of[prefix.page]
-            if prefix.page in self._kept:
-                del self._kept[prefix.page]
-                self._free.append(prefix.page)
+            stack.extend(prefix.children)
+            page = family.pages.pop(prefix.digest)
+            del self._prefix_of[page]
+            if page in self._kept:
+                del self._kept[page]
+                self._free.append(page)
+        if not family.pages:
+            del self._families[family.weights]

@@ -29,8 +29,8 @@ class Policy(Protocol):
 
     def remove(self, sequence: SequenceState) -> None: ...
 
-    def charge(self, sequence: SequenceState, rows: int) -> None:
-        """Take note that a sequence gets so many rows in a step."""
+    def charge(self, rows: Mapping[SequenceState, int]) -> None:
+        """Take note of how many rows a step has of whom."""
         ...
 
     def observe(self, num_prompt_rows: int, step_s: float) -> None:
@@ -50,30 +50,30 @@ class FirstComeFirstServed:
     max_prompt_rows = math.inf
 
     def __init__(self) -> None:
-        self._queue: list[SequenceState] = []
+        self._queue: list[tuple[Any, SequenceState]] = []  # each behind its key
 
     def key(self, sequence: SequenceState) -> Any:
         """Return what sorts; it never changes, and no two sequences have the same."""
-        return -sequence.terms.priority, sequence.arrival
+        return _place(sequence)
 
     def add(self, sequence: SequenceState) -> None:
         """Let a sequence wait; see `Policy`."""
-        bisect.insort(self._queue, sequence, key=self.key)
+        bisect.insort(self._queue, (self.key(sequence), sequence))
 
     def remove(self, sequence: SequenceState) -> None:
         """Take out one that waits; see `Policy`."""
-        index = bisect.bisect_left(self._queue, self.key(sequence), key=self.key)
-        assert self._queue[index] is sequence
+        index = bisect.bisect_left(self._queue, (self.key(sequence),))
+        assert self._queue[index][1] is sequence
         del self._queue[index]
 
-    def charge(self, sequence: SequenceState, rows: int) -> None:
-        """Take note of rows that one gets; see `Policy`."""
+    def charge(self, rows: Mapping[SequenceState, int]) -> None:
+        """Take note of a step's rows; see `Policy`."""
 
     def observe(self, num_prompt_rows: int, step_s: float) -> None:
         """Take note of a step's time; see `Policy`."""
 
     def __iter__(self) -> Iterator[SequenceState]:
-        return iter(self._queue)
+        return map(operator.itemgetter(1), self._queue)
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -126,9 +126,15 @@ class FairShare:
     """Each tenant gets its share of the rows; of one tenant, who came first.
 
     A virtual counter for each tenant grows by the rows that it gets, divided by its
-    weight; the tenant with the least is served next. One that had nothing to serve for
-    a while begins at the least of the others: it cannot save up (Sheng et al.,
-    "Fairness in Serving Large Language Models", OSDI'24, algorithm 2).
+    weight; of one priority, the tenant with the least is served next (Sheng et al.,
+    "Fairness in Serving Large Language Models", OSDI'24). A clock grows by the rows
+    that all get, divided by the weights of all that wait or run: as the counters of
+    all would if each had just its share (Demers et al., "Analysis and Simulation of a
+    Fair Queueing Algorithm", SIGCOMM'89), and is never behind all that wait. One that
+    has had nothing to serve for a while begins at the clock, or at its own counter if
+    that is ahead, as in start-time fair queueing (Goyal et al., SIGCOMM'96): it cannot
+    save up, and those that always wait are not overtaken again and again by tenants
+    that have just come.
     """
 
     max_prompt_rows = math.inf
@@ -139,40 +145,51 @@ class FairShare:
             tenant: _positive(f"the weight of tenant {tenant!r}", weight)
             for tenant, weight in (weights or {}).items()
         }
-        self._queues: dict[str, FirstComeFirstServed] = {}
+        # Of each tenant: priorities with the sign changed, arrivals, costs, sequences.
+        self._queues: dict[str, list[tuple[int, int, float, SequenceState]]] = {}
+        self._num_waiting = 0
         self._served: dict[str, float] = {}
-        self._least = 0.0  # what tenants have whose count is forgotten
+        self._clock = 0.0  # what tenants have whose counter is forgotten
+        self._num_kept = 0  # counters, when some were forgotten last
 
     def add(self, sequence: SequenceState) -> None:
         """Let a sequence wait; see `Policy`."""
         tenant = sequence.terms.tenant
         if tenant not in self._queues:
-            others = [self._served[other] for other in self._queues]
-            least = min(others, default=max(self._served.values(), default=0.0))
-            mine = max(self._served.get(tenant, 0.0), least)
-            # A count at or below the least says no more than that.
-            self._least = least
-            self._served = {
-                other: served
-                for other, served in self._served.items()
-                if other in self._queues or served > least
-            }
-            self._served[tenant] = mine
-            self._queues[tenant] = FirstComeFirstServed()
-        self._queues[tenant].add(sequence)
+            self._served[tenant] = max(self._count(tenant), self._clock)
+            self._queues[tenant] = []
+            if len(self._served) > 2 * self._num_kept:
+                self._forget()
+        cost = len(sequence.tokens) / self._weight(tenant)
+        bisect.insort(self._queues[tenant], (*_place(sequence), cost, sequence))
+        self._num_waiting += 1
 
     def remove(self, sequence: SequenceState) -> None:
         """Take out one that waits; see `Policy`."""
         tenant = sequence.terms.tenant
-        self._queues[tenant].remove(sequence)
-        if not len(self._queues[tenant]):
+        queue = self._queues[tenant]
+        index = bisect.bisect_left(queue, _place(sequence))
+        assert queue[index][-1] is sequence
+        del queue[index]
+        if not queue:
             del self._queues[tenant]
+        self._num_waiting -= 1
 
-    def charge(self, sequence: SequenceState, rows: int) -> None:
-        """Take note of rows that one gets; see `Policy`."""
-        tenant = sequence.terms.tenant
-        weight = self._weights.get(tenant, 1.0)
-        self._served[tenant] = self._served.get(tenant, self._least) + rows / weight
+    def charge(self, rows: Mapping[SequenceState, int]) -> None:
+        """Take note of a step's rows; see `Policy`."""
+        by_tenant: dict[str, int] = {}
+        for sequence, count in rows.items():
+            tenant = sequence.terms.tenant
+            by_tenant[tenant] = by_tenant.get(tenant, 0) + count
+        for tenant, count in by_tenant.items():
+            self._served[tenant] = self._count(tenant) + count / self._weight(tenant)
+        if rows:
+            active = self._queues.keys() | by_tenant.keys()
+            self._clock += sum(by_tenant.values()) / sum(map(self._weight, active))
+        if self._queues:
+            # Others that run may have left some of their share to those that wait.
+            least = min(map(self._served.__getitem__, self._queues))
+            self._clock = max(self._clock, least)
 
     def observe(self, num_prompt_rows: int, step_s: float) -> None:
         """Take note of a step's time; see `Policy`."""
@@ -180,19 +197,38 @@ class FairShare:
     def __iter__(self) -> Iterator[SequenceState]:
         # Whoever is seated in one walk is charged after it: as if each of them got as
         # many rows as its prompt has, the walk goes to the tenant with the least.
-        order: list[tuple[float, SequenceState]] = []
+        order: list[tuple[int, float, SequenceState]] = []
         for tenant, queue in self._queues.items():
-            walk, served = iter(queue), self._served[tenant]
-            order.append((served, before := next(walk)))
-            for sequence in walk:
-                served += len(before.tokens) / self._weights.get(tenant, 1.0)
-                order.append((served, before := sequence))
+            served = self._served[tenant]
+            for priority, _, cost, sequence in queue:
+                order.append((priority, served, sequence))
+                served += cost
         # Stable: of tenants that have as much, the one that has waited longest.
+        order.sort(key=operator.itemgetter(1))
         order.sort(key=operator.itemgetter(0))
-        return (sequence for _, sequence in order)
+        return map(operator.itemgetter(2), order)
 
     def __len__(self) -> int:
-        return sum(map(len, list(self._queues.values())))  # in any thread
+        return self._num_waiting
+
+    def _weight(self, tenant: str) -> float:
+        return self._weights.get(tenant, 1.0)
+
+    def _count(self, tenant: str) -> float:
+        return self._served.get(tenant, self._clock)
+
+    def _forget(self) -> None:
+        """Drop the counters that say no more than the clock."""
+        self._served = {
+            tenant: served
+            for tenant, served in self._served.items()
+            if tenant in self._queues or served > self._clock
+        }
+        self._num_kept = len(self._served)
+
+
+def _place(sequence: SequenceState) -> tuple[int, int]:
+    return -sequence.terms.priority, sequence.arrival
 
 
 def _positive(name: str, value: float) -> float:

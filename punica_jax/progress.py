@@ -18,6 +18,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from rich.table import Column, Table
+from rich.text import Text
 
 from punica_jax.sequence import SequenceState
 
@@ -59,14 +60,15 @@ def answering(
 def compiling(
     num_programs: int, progress: bool
 ) -> Iterator[Callable[[str, float], None]]:
-    """Show on standard error how many programs are compiled, and a table at the end.
+    """Show on standard error what is compiled so far, and a table at the end.
 
     Args:
-      num_programs: all of them.
+      num_programs: all of them; some that are compiled together count as one.
       progress: whether to show anything.
 
     Yields:
-      A function to call after each, with its name and the seconds that it took.
+      A function to call after each, with its name (a line for each of several) and the
+      seconds that it took.
     """
     if not progress:
         yield lambda name, seconds: None
@@ -85,7 +87,7 @@ def compiling(
         task = bar.add_task("compiling", total=num_programs)
 
         def note(name: str, seconds: float) -> None:
-            table.add_row(name, f"{seconds:.2f}")
+            table.add_row(Text(name), f"{seconds:.2f}")  # a [bracket] is no style
             bar.advance(task)
 
         yield note

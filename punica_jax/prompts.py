@@ -21,6 +21,7 @@ class Prompts:
         check_adapter: Callable[[str], object],
         vocab_size: int,
         max_model_len: int,
+        page_size: int,
     ):
         """Take what prompts are checked by.
 
@@ -29,11 +30,13 @@ class Prompts:
           check_adapter: raises if no adapter has that name.
           vocab_size: the model's.
           max_model_len: most tokens of a sequence.
+          page_size: tokens of a KV page.
         """
         self._tokenizer = tokenizer
         self._check_adapter = check_adapter
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
+        self._page_size = page_size
 
     def sequences(
         self,
@@ -92,6 +95,7 @@ class Prompts:
                     sampling=params,
                     tokenizer=self._tokenizer,
                     max_model_len=self._max_model_len,
+                    page_size=self._page_size,
                     on_token=on_token,
                     terms=terms,
                 )

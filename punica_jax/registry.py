@@ -24,6 +24,7 @@ class AdapterRegistry(Mapping[str, Version]):
         self._candidates: dict[Version, None] = {}  # not adopted yet
         self._retired: dict[Version, None] = {}
         self._pinned: dict[Version, None] = {}  # to be on the device, and to stay
+        self._may_bring = False  # whether there may be room now for what is pinned
         self._numbers = itertools.count(1)
 
     def __getitem__(self, name: str) -> Version:
@@ -81,6 +82,7 @@ class AdapterRegistry(Mapping[str, Version]):
         """Bring a version to the device when there is room, and keep it there."""
         version.forgive()
         self._pinned[version] = None
+        self._may_bring = True
 
     def adopt(self, version: Version, *, is_pinned: bool = False) -> None:
         """Let requests from now on get a version that was prepared."""
@@ -121,6 +123,7 @@ class AdapterRegistry(Mapping[str, Version]):
             self.want(version)
         else:
             self._pinned.pop(version, None)
+            self._may_bring = True
 
     def _retire(self, version: Version) -> None:
         """Let a version go as soon as nobody holds it."""

@@ -256,7 +256,8 @@ class Completion:
         finish_reason: "stop" (a stop token or string came), "length" (max_new_tokens
             or the end of the context was reached), "cancelled" (by the caller),
             "exported" (it goes on elsewhere) or "error" (nothing of others is lost).
-        error: what went wrong, where something did.
+        error: what went wrong, where something did: logits that are not finite, an
+            adapter that cannot be had, an `on_token` that raised.
         stop_reason: the string or the token of the request that ended it; None where
             a stop token of the model did, or nothing.
         adapter: the adapter's name, None for the base model.
@@ -321,4 +322,4 @@ class DeadlineError(TimeoutError):
 
 
 class RequestError(RuntimeError):
-    """The model failed a request: its logits are not finite."""
+    """A request failed: its logits are not finite, or its `on_token` raised."""

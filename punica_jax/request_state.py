@@ -26,6 +26,7 @@ class SampleState:
         token_ids: that came after the prompt.
         logprobs: theirs, where they were asked for.
         prompt_logprobs: those of the prompt, as far as they are known.
+        adapter_digest: of the weights that they came from, if it is known.
 
     Raises:
         ValueError: the seed or a token is none.
@@ -35,6 +36,7 @@ class SampleState:
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
+    adapter_digest: str | None = None
 
     def __post_init__(self) -> None:
         if not is_integer(self.seed) or not 0 <= self.seed <= MAX_SEED:
@@ -44,6 +46,32 @@ class SampleState:
         for token in self.token_ids:
             if not is_integer(token) or token < 0:
                 raise ValueError(f"token_ids must be 0 or more, got {token!r}")
+        if not isinstance(self.adapter_digest, str | None):
+            raise ValueError(
+                f"adapter_digest must be text or None, got {self.adapter_digest!r}"
+            )
+
+    def check(self, room: int, *, has_logprobs: bool) -> None:
+        """Check that a completion can stand here.
+
+        Args:
+          room: most tokens of it.
+          has_logprobs: whether its tokens' log-probabilities are asked for.
+
+        Raises:
+          ValueError: it cannot.
+        """
+        num_tokens, num_logprobs = len(self.token_ids), len(self.logprobs)
+        if num_tokens > room:
+            raise ValueError(
+                f"a sample must have at most {room} tokens here, got {num_tokens}"
+            )
+        if num_logprobs != (num_tokens if has_logprobs else 0):
+            raise ValueError(
+                "a sample must have log-probabilities of "
+                f"{'all' if has_logprobs else 'none'} of its {num_tokens} tokens, got "
+                f"{num_logprobs}"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,12 +123,22 @@ class RequestState:
                         token_ids=tuple(sample["token_ids"]),
                         logprobs=_logprobs_of(sample["logprobs"]),
                         prompt_logprobs=_logprobs_of(sample["prompt_logprobs"]),
+                        adapter_digest=sample.get("adapter_digest"),
                     )
                     for sample in fields["samples"]
                 ),
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"this is no RequestState: {error!r}") from error
+
+
+def weights_error(adapter: str | None, began: object, got: object) -> ValueError:
+    """Return what is wrong where an adapter's digest is another one."""
+    return ValueError(
+        f"adapter {adapter!r} must have the weights that the request began with, of "
+        f"digest {began}; here they are {got}; register those under this name, or send "
+        "the prompt anew"
+    )
 
 
 def _logprobs_of(entries: Sequence[Any]) -> tuple[Any, ...]:

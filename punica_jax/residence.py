@@ -4,23 +4,23 @@ Plain Python: knows names, versions, bytes and users. What reads files and what 
 to the device is given to it, and runs in other threads: steps go on meanwhile.
 """
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Executor, Future
-from typing import Any, TypeAlias
+from typing import Any
 
 from punica_jax.adapters import AdapterTable
 from punica_jax.placements import AdapterCapacityError, Held
 from punica_jax.registry import AdapterRegistry
-from punica_jax.versions import Device, HostAdapter, HostCache, Version
+from punica_jax.tasks import Tasks
+from punica_jax.versions import Device, HostAdapter, HostCache, Version, examine
 
-_Take: TypeAlias = Callable[[Version, Any], None]
 # Files that are read at one time, and copies: those that wait longest come first.
 _MAX_READS = 4
-_MAX_STAGED = 2
-# Adapters whose digests and reports are not known yet: they stay in host memory, and no
-# further file is read before there are fewer.
-_MAX_EXAMINED = 8
+MAX_STAGED = 2
+# A flood of requests for an adapter that cannot be had is refused without a look at its
+# files; a request that comes later finds them mended.
+RETRY_S = 1.0
 
 
 class AdapterResidence(AdapterRegistry):
@@ -34,40 +34,35 @@ class AdapterResidence(AdapterRegistry):
         self,
         table: AdapterTable,
         device: Device,
-        executor: Executor,
+        tasks: Tasks,
         *,
         host_bytes: float,
-        copier: Executor | None = None,
-        examiner: Executor | None = None,
         num_spare: int = 0,
-        wake: Callable[[], None] = lambda: None,
     ):
         """Begin with none.
 
         Args:
           table: the device's slots and rank pages, all of them free.
           device: copies adapters there.
-          executor: runs what takes time, in other threads.
+          tasks: what other threads do; they wake whoever is to `poll`.
           host_bytes: most bytes of adapters in host memory, but for one that has just
-            been read and is wanted on the device, and those that are being copied or
-            whose digests are being computed.
-          copier: runs the copies to the device, where files must not hold them up.
-          examiner: computes digests and reports, which must not hold up files.
+            been read and is wanted on the device, and those that are being read, or
+            copied, or whose digests are being computed.
           num_spare: slots that only a version takes that is to replace another one.
-          wake: called, in any thread, when there is something to `poll`.
         """
         super().__init__()
         self._table = table
         self._device = device
-        self._executor = executor
-        self._wake = wake
-        self._copier = copier or executor
-        self._examiner = examiner or executor
         self._num_spare = num_spare
         self._on_host = HostCache(host_bytes)
         # In the order of last use.
         self._placed: dict[Version, None] = {}
-        self._tasks: dict[tuple[Version, _Take], Future] = {}
+        self._tasks = tasks
+        self._takes = {
+            "read": self._take_read,
+            "stage": self._take_staged,
+            "examine": self._take_examined,
+        }
         self._renames: list[tuple[Any, Any]] = []
 
     @property
@@ -79,12 +74,22 @@ class AdapterResidence(AdapterRegistry):
     def num_on_device(self) -> int:
         return len(self._placed)
 
+    @property
+    def num_rank_pages(self) -> dict[str, int]:
+        """Module group -> rank pages on the device."""
+        return dict(self._table.num_pages)
+
+    @property
+    def num_free_rank_pages(self) -> dict[str, int]:
+        """Module group -> those that no adapter has."""
+        return {one: self._table.num_free_pages(one) for one in self._table.num_pages}
+
     def claim(self, name: str | None) -> Version | Held | None:
         """Hold an adapter for a sequence; see `claims.Adapters`."""
         if name is None:
             return self._table.claim(None)
         version = self[name]
-        version.forgive()
+        version.forgive(after_s=RETRY_S)
         if version.error is not None:
             raise version.error
         if version.placement is None and not self._place(version):
@@ -112,41 +117,33 @@ class AdapterResidence(AdapterRegistry):
             self._placed[resident] = self._placed.pop(resident)  # used until now
             self._settle(resident)
 
+    def forgo(self, name: str) -> None:
+        """Take note that nobody waits for an adapter; see `claims.Adapters`."""
+        version = self._current.get(name)
+        if version and not version.placement and version not in self._pinned:
+            version.asked_s = None
+
     def poll(self) -> None:
         """Take what other threads have brought, and start what follows."""
-        num_staged = 0
-        for (version, take), task in list(self._tasks.items()):
-            if not task.done():
-                continue
-            if take == self._take_staged:
-                num_staged += 1
-                if num_staged > 1:  # its launches would hold up the next step
-                    self._wake()
-                    continue
-            del self._tasks[version, take]
+        for version, kind, task in self._tasks.take():
             error = task.exception()
             if error is None:
-                take(version, task.result())
-            elif take != self._take_examined:  # without a digest it shares no pages
+                self._takes[kind](version, task.result())
+            elif kind != "examine":  # without a digest it shares no pages
                 self._fail(version, error)
             self._settle(version)
-            just_read = {version} if take == self._take_read else set()
-            self._on_host.trim(keep=self._in_work | just_read)
-        for version in list(self._pinned):
-            if version.placement is None and version.error is None:
-                try:
-                    self._place(version)
-                except AdapterCapacityError as error:
-                    # Who loads it is told; else it waits until there are fewer pins.
-                    if version in self._candidates and version.error is None:
-                        self._fail(version, error)
+            just_read = {version} if kind == "read" else set()
+            self._on_host.trim(keep=self._tasks.versions | just_read)
+        if self._may_bring:
+            self._bring_pinned()
 
-    def give_up(self, error: Exception) -> None:
-        """Let nobody wait for what will not come any more."""
+    def give_up(self, error: Callable[[], Exception]) -> None:
+        """End all work, and let nobody wait for it; `error` makes each one's own."""
+        self._tasks.shutdown()
         for version in [*self._current.values(), *self._retired, *self._candidates]:
             for done in (version.loaded, version.gone):
                 if not done.done():
-                    done.set_exception(error)
+                    done.set_exception(error())
 
     def take_renames(self) -> list[tuple[Any, Any]]:
         """Return what weights were called, and are called now that they are known."""
@@ -158,11 +155,12 @@ class AdapterResidence(AdapterRegistry):
         self._table.check_integrity()
         versions = {*self._current.values(), *self._retired, *self._candidates}
         assert not self._retired.keys() & set(self._current.values())
-        in_work = self._in_work
+        in_work = self._tasks.versions
         assert {*self._on_host, *self._placed, *in_work, *self._pinned} <= versions
         assert not self._retired.keys() & self._pinned.keys()
-        for version, take in self._tasks:
-            assert (version.host is None) == (take == self._take_read), version.key
+        for version in in_work:
+            is_read = version in self._tasks.of("read")
+            assert (version.host is None) == is_read, version.key
         num_kept = sum(one not in in_work for one in self._on_host)
         assert self._on_host.nbytes <= self._on_host.budget or num_kept <= 1
         for version in versions:
@@ -173,8 +171,44 @@ class AdapterResidence(AdapterRegistry):
             assert version.num_users or version in in_work, version.key
         assert {one.key for one in self._placed if one.ready} == set(self._table)
 
-    def _place(self, version: Version) -> bool:
+    def _bring_pinned(self) -> None:
+        """Bring what is pinned and absent, in its order, as far as there is room.
+
+        Thousands may wait: once somebody lacks a slot, or room for so many pages, no
+        other is tried, or read, that needs as much.
+        """
+        self._may_bring = False
+        for version in filter(self._is_absent, list(self._candidates)):
+            try:
+                if version in self._pinned:
+                    self._place(version)
+            except AdapterCapacityError as error:
+                if version.error is None:  # who loads it is told
+                    self._fail(version, error)
+        lacking: list[Mapping[str, int]] = []
+        for version in filter(self._is_absent, list(self._pinned)):
+            if version in self._candidates or version.num_pages in lacking:
+                continue
+            if self._idle_for(version, {}) is None:
+                break  # no slot: nor is there one for those that follow
+            with contextlib.suppress(AdapterCapacityError):  # until there are fewer
+                self._place(version, reads_ahead=False)
+            if self._is_absent(version):
+                if not version.lacks_room:
+                    break  # enough are on their way: they come before
+                lacking.append(version.num_pages)
+
+    def _is_absent(self, version: Version) -> bool:
+        """Tell whether a good version is neither on the device nor on its way."""
+        is_there = version.placement is not None or version.error is not None
+        return not is_there and not self._tasks.is_moving(version)
+
+    def _place(self, version: Version, *, reads_ahead: bool = True) -> bool:
         """Give a version its slot and pages, if it is read and there is room.
+
+        Args:
+          version: the version; if it is not in host memory, it is read.
+          reads_ahead: read it even if there is no room for it yet.
 
         Raises:
           AdapterCapacityError: there can never be, or pins leave none.
@@ -182,17 +216,16 @@ class AdapterResidence(AdapterRegistry):
         version.lacks_room = False
         if version.asked_s is None:
             version.asked_s = time.monotonic()
-        if self._is_moving(version):
+        if self._tasks.is_moving(version):
             return False
         num_pages = version.num_pages
         if version.host is None:
-            if (
-                self._num_under_way(self._take_read) < _MAX_READS
-                and self._num_under_way(self._take_examined) < _MAX_EXAMINED
-            ):
-                can_come = self._on_host.may_read(version)
+            # Who is examined keeps its weights: digests must not hold up files sooner.
+            may_grow = self._on_host.may_grow(self._tasks.of("examine"))
+            if len(self._tasks.of("read")) < _MAX_READS and may_grow:
+                can_come = reads_ahead and self._on_host.may_read(version)
                 if can_come or self._idle_for(version, num_pages) is not None:
-                    self._start(version, version.read, self._take_read)
+                    self._tasks.start(version, "read", version.read)
                 else:
                     version.lacks_room = True
             return False
@@ -202,20 +235,20 @@ class AdapterResidence(AdapterRegistry):
             self._fail(version, AdapterCapacityError(text))
             self._settle(version)
             raise AdapterCapacityError(text)
-        if self._num_under_way(self._take_staged) >= _MAX_STAGED:
+        if len(self._tasks.of("stage")) >= MAX_STAGED:
             return False
         leaving = self._idle_for(version, num_pages)
         if leaving is None:
             self._on_host.touch(version)  # it would only be read again
-            self._check_pins(version, num_pages)
             version.lacks_room = True
+            self._check_pins(version, num_pages)
             return False
         for one in leaving:
             self._displace(one)
             one.stats.num_evictions += 1
         version.placement = self._table.allocate(version.key, num_pages, host.rank)
         self._placed[version] = None
-        self._start(version, lambda: self._device.stage(host), self._take_staged)
+        self._tasks.start(version, "stage", lambda: self._device.stage(host))
         return True
 
     def _idle_for(
@@ -252,17 +285,6 @@ class AdapterResidence(AdapterRegistry):
             num_spare = self._num_spare - sum(one in self._placed for one in both)
         return self._table.would_fit(num_pages, placements, num_spare=max(num_spare, 0))
 
-    @property
-    def _in_work(self) -> set[Version]:
-        return {version for version, _ in self._tasks}
-
-    def _is_moving(self, version: Version) -> bool:
-        takes = self._take_read, self._take_staged
-        return any((version, take) in self._tasks for take in takes)
-
-    def _num_under_way(self, take: _Take) -> int:
-        return sum(one == take for _, one in self._tasks)
-
     def _is_idle(self, version: Version) -> bool:
         return version.ready and not version.num_users and version not in self._pinned
 
@@ -276,21 +298,12 @@ class AdapterResidence(AdapterRegistry):
         version.placement, version.ready = None, False
         del self._placed[version]
 
-    def _start(self, version: Version, work: Callable[[], Any], take: _Take) -> None:
-        others = {
-            self._take_staged: self._copier,
-            self._take_examined: self._examiner,
-        }
-        task = others.get(take, self._executor).submit(work)
-        self._tasks[version, take] = task
-        task.add_done_callback(lambda _: self._wake())
-
     def _take_read(self, version: Version, host: HostAdapter) -> None:
         version.stats.num_reads += 1
         # Files may have changed since they were read before.
         version.weights = "version", f"{version.key} (read {version.stats.num_reads})"
         version.report = host.report
-        version.num_pages = {one: host.num_pages(one) for one in self._table.groups}
+        version.num_pages = {one: host.num_pages(one) for one in self._table.num_pages}
         self._on_host.add(version, host)
 
     def _take_staged(self, version: Version, staged: Any) -> None:
@@ -306,11 +319,10 @@ class AdapterResidence(AdapterRegistry):
         if version.asked_s is not None:
             version.stats.load_s.add(time.monotonic() - version.asked_s)
             version.asked_s = None
-        is_examined = (version, self._take_examined) in self._tasks
-        if version.weights[0] != "digest" and not is_examined:
+        if version.weights[0] != "digest" and version not in self._tasks.of("examine"):
             # Nobody waits for it: pages of other versions can be shared from then on.
             known = version.examined
-            self._start(version, lambda: _examine(host, known), self._take_examined)
+            self._tasks.start(version, "examine", lambda: examine(host, known))
 
     def _take_examined(self, version: Version, found: tuple[str, Any]) -> None:
         version.examined = found
@@ -320,11 +332,11 @@ class AdapterResidence(AdapterRegistry):
 
     def _fail(self, version: Version, error: BaseException) -> None:
         """Note what is wrong; whoever holds it looks at that and lets go."""
+        # Files may be mended, and a full device have room later.
+        version.is_transient = not isinstance(error, AdapterCapacityError)
         if not isinstance(error, ValueError):
-            # A device that is full now may have room later.
-            version.is_transient = version.host is not None
             error = ValueError(f"adapter {version.name!r} cannot be loaded: {error}")
-        version.error = error
+        version.error, version.failed_s = error, time.monotonic()
         version.asked_s = None
         if not version.loaded.done():
             version.loaded.set_exception(error)
@@ -332,25 +344,16 @@ class AdapterResidence(AdapterRegistry):
 
     def _settle(self, version: Version) -> None:
         """Free what a version has that is retired or bad, once nobody needs it."""
+        self._may_bring = True
         is_retired = version in self._retired
-        if version.num_users or self._is_moving(version):
+        if version.num_users or self._tasks.is_moving(version):
             return
         if is_retired or version.error is not None:
             if version.placement is not None:
                 self._displace(version)
-            if version in self._in_work:  # its digest is computed
+            if version in self._tasks.of("examine"):  # its digest is computed
                 return
             self._on_host.drop(version)
         if is_retired:
             del self._retired[version]
             version.gone.set_result(None)
-
-
-def _examine(host: HostAdapter, known: tuple[str, Any] | None) -> tuple[str, Any]:
-    """Return an adapter's digest and its report, complete.
-
-    Norms are not computed again if these are the weights whose report is known.
-    """
-    digest = host.digest()
-    rows = known[1].rows if known is not None and known[0] == digest else ()
-    return digest, host.report.complete(rows)

@@ -62,11 +62,16 @@ class Forward(NamedTuple):
 
 
 class Launched(NamedTuple):
-    """A step on its way; its fields are those of `Output`, on the device."""
+    """A step on its way, on the device: one array for each copy to the host.
+
+    Attributes:
+      tokens: `i32[seqs]`; with log-probabilities `i32[seqs, 1 + columns]`, the tokens
+        beside what `Logprobs.pack` gives.
+      prompt_logprobs: number of a block of rows -> `i32[BLOCK_ROWS, columns]`.
+    """
 
     tokens: jax.Array
-    logprobs: Logprobs | None
-    prompt_logprobs: dict[int, Logprobs]
+    prompt_logprobs: dict[int, jax.Array]
 
 
 class Output(NamedTuple):
@@ -151,7 +156,7 @@ class Runner:
             functools.partial(draw, implementation=self.implementation),
             donate_argnums=(1, 2),
         )
-        self._logprobs = jax.jit(token_logprobs)
+        self._logprobs = jax.jit(_tokens_with_logprobs)
         self._prompt_logprobs = jax.jit(
             functools.partial(_flat_prompt_logprobs, self._structure)
         )
@@ -187,28 +192,33 @@ class Runner:
         wanted = wanted or Wanted()
         tokens, logits, hidden = self.forward(batch, feed)
         num_seqs = tokens.shape[0]
-        logprobs, prompt_logprobs = None, {}
+        prompt_logprobs = {}
         if wanted.rows is not None:
             tokens, self._counts, self._newest = self._draw(
                 self._seats, self._counts, self._newest, logits, tokens, wanted.rows
             )
             self._samplers[f"draw[{num_seqs}]"] = None
         if wanted.logprobs:
-            logprobs = self._logprobs(logits, tokens)
+            tokens = self._logprobs(logits, tokens)
             self._samplers[f"logprobs[{num_seqs}]"] = None
         for block, targets in wanted.targets.items():
             prompt_logprobs[block] = self._prompt_logprobs(
                 self._weights, hidden[block], targets
             )
             self._samplers["prompt_logprobs"] = None
-        launched = Launched(tokens, logprobs, prompt_logprobs)
+        launched = Launched(tokens, prompt_logprobs)
         for array in jax.tree.leaves(launched):
             array.copy_to_host_async()
         return launched
 
     def collect(self, launched: Launched) -> Output:
         """Wait for what a step gives."""
-        return Output(*jax.device_get(tuple(launched)))
+        tokens, blocks = jax.device_get(tuple(launched))
+        logprobs = None
+        if tokens.ndim == 2:
+            tokens, logprobs = tokens[:, 0], Logprobs.unpack(tokens[:, 1:])
+        blocks = {block: Logprobs.unpack(packed) for block, packed in blocks.items()}
+        return Output(tokens, logprobs, blocks)
 
     def forward(self, batch: Batch, feed: Feed | None = None) -> Forward:
         """Run the decoder without waiting; nothing is drawn."""
@@ -305,4 +315,9 @@ def _flat_write_seat(seats, counts, seat, packed, layout):
 
 def _flat_prompt_logprobs(structure, weights, hidden, targets):
     model = nnx.merge(*jax.tree.unflatten(structure, weights))
-    return token_logprobs(model.logits(hidden), targets)
+    return token_logprobs(model.logits(hidden), targets).pack()
+
+
+def _tokens_with_logprobs(logits, tokens):
+    packed = token_logprobs(logits, tokens).pack()
+    return jnp.concatenate([tokens[:, None], packed], axis=1)

@@ -4,12 +4,17 @@ Plain Python: knows sequences, seats, pages and adapters as numbers and names, n
 of devices or of what a step computes.
 """
 
-from collections.abc import Iterable, Sequence
+import collections
+from collections.abc import Hashable, Iterable
 
 from punica_jax.claims import Adapters, Resident
 from punica_jax.pages import KvPages
 from punica_jax.policies import Policy
 from punica_jax.sequence import SequenceState
+
+# Of all pages: those that are left to the running when another one sits down, or it
+# would soon lose its seat to them. What vLLM's scheduler calls its watermark.
+_SPARE_SHARE = 0.01
 
 
 class Scheduler:
@@ -55,6 +60,7 @@ class Scheduler:
         """
         assert max_seats <= max_rows
         self._pages = pages
+        self._num_spare = int(_SPARE_SHARE * pages.num_pages)
         self._adapters = adapters
         self._policy = policy
         self._max_overtakes = 4 * max_seats if max_overtakes is None else max_overtakes
@@ -68,6 +74,7 @@ class Scheduler:
         self._num_arrived = 0
         self._claims: dict[SequenceState, Resident] = {}
         self._overtaken: dict[SequenceState, int] = {}
+        self._num_naming: collections.Counter[str] = collections.Counter()
 
     @property
     def num_waiting(self) -> int:
@@ -94,6 +101,8 @@ class Scheduler:
             self._num_arrived += 1
             self._sequences[sequence] = None
             self._policy.add(sequence)
+            if sequence.adapter is not None:
+                self._num_naming[sequence.adapter] += 1
 
     def schedule(self, *, may_preempt: bool) -> list[tuple[SequenceState, int]] | None:
         """Choose the rows of the next step, and seat who can sit.
@@ -118,13 +127,13 @@ class Scheduler:
         budget = self.max_rows - len(scheduled)
         if scheduled:
             budget = int(min(budget, self._policy.max_prompt_rows))
-        for sequence in self.running:
-            if sequence.num_left > 1 and budget:
+        prompts = [s for s in self.running if s not in scheduled and s.num_left > 1]
+        for sequence in prompts:
+            if budget:
                 scheduled[sequence] = min(sequence.num_left, budget)
                 budget -= scheduled[sequence]
-        self._admit(scheduled, budget)
-        for sequence, rows in scheduled.items():
-            self._policy.charge(sequence, rows)
+        self._admit(scheduled, budget, prompts)
+        self._policy.charge(scheduled)
         return list(scheduled.items())
 
     def observe(self, num_prompt_rows: int, step_s: float) -> None:
@@ -146,6 +155,11 @@ class Scheduler:
         self._let_go(sequence)
         self._overtaken.pop(sequence, None)
         del self._sequences[sequence]
+        if (name := sequence.adapter) is not None:
+            self._num_naming[name] -= 1
+            if not self._num_naming[name]:
+                del self._num_naming[name]
+                self._adapters.forgo(name)
 
     def check_integrity(self) -> None:
         """Assert that every seat, page and claim has exactly the users it should."""
@@ -162,6 +176,11 @@ class Scheduler:
         assert self._overtaken.keys() <= set(waiting)
         users = [page for sequence in self.running for page in sequence.pages]
         assert self._pages.num_uses == len(users)
+        for sequence in self._sequences:
+            num_full = len(sequence.tokens) // self._pages.page_size
+            assert len(sequence.page_digests) == num_full
+        names = (sequence.adapter for sequence in self._sequences)
+        assert self._num_naming == collections.Counter(filter(None, names))
 
     def _make_room(
         self,
@@ -204,18 +223,31 @@ class Scheduler:
         if (resident := self._claims.pop(sequence, None)) is not None:
             self._adapters.release(resident)
 
-    def _admit(self, scheduled: dict[SequenceState, int], budget: int) -> None:
-        """Seat those that can sit; claim adapters for those that can sit soon."""
+    def _admit(
+        self,
+        scheduled: dict[SequenceState, int],
+        budget: int,
+        prompts: Iterable[SequenceState],
+    ) -> None:
+        """Seat those that can sit; claim adapters for those that can sit soon.
+
+        `prompts` have seats, and pages to fill that others may share.
+        """
         seated: list[SequenceState] = []
         short: SequenceState | None = None  # the first one whose adapter lacks room
         is_closed = False
-        computing: list[SequenceState] = []
-        if self._free_seats and budget:
-            computing = [s for s in self.running if s.num_known_cached < len(s.tokens)]
+        num_left = len(self._free_seats)  # seats that are meant for nobody yet
+        coming: dict[Hashable, set[bytes]] = collections.defaultdict(set)
+        if num_left and budget:
+            for sequence in prompts:
+                self._note_coming(sequence, coming)
         for num_seen, sequence in enumerate(self._policy):
-            may_sit = bool(self._free_seats and budget)
+            may_sit = num_left > 0 and budget > 0
             if not may_sit and num_seen >= self.max_seats:
                 break
+            held = self._claims.get(sequence)
+            if held is not None and held.error is None and not (may_sit or is_closed):
+                continue  # mostly: it has its adapter, and waits for a seat
             if sequence.is_over:
                 continue  # whoever ended it releases it; it may have lost its seat
             if is_closed and sequence.adapter is not None and sequence.weights is None:
@@ -233,22 +265,16 @@ class Scheduler:
                     # before: when these are through, every adapter can make room.
                     is_closed = self._overtaken.get(short, 0) >= self._max_overtakes
             elif resident.ready and may_sit:
-                shared = self._known_pages(sequence, resident)
-                if self._is_computed_more(sequence, resident, len(shared), computing):
-                    continue
-                num_tokens = len(sequence.tokens) + 1
-                if not self._pages.can_allocate(num_tokens, shared):
+                num_left -= 1
+                digests, weights = sequence.page_digests, resident.weights
+                most = self._num_sharable(sequence)
+                num_shared = self._pages.num_known(digests, most, weights)
+                if num_shared < most and digests[num_shared] in coming[weights]:
+                    continue  # it sits when it can share that page too
+                if not self._seat(sequence, resident, num_shared):
                     break
-                sequence.sit(
-                    self._free_seats.pop(),
-                    self._pages.allocate(num_tokens, shared),
-                    len(shared) * self._pages.page_size,
-                    slot=resident.slot,
-                    weights=resident.weights,
-                )
-                self.running.append(sequence)
                 seated.append(sequence)
-                computing.append(sequence)
+                self._note_coming(sequence, coming)
                 scheduled[sequence] = min(sequence.num_left, budget)
                 budget -= scheduled[sequence]
                 if short is not None:
@@ -257,6 +283,26 @@ class Scheduler:
         for sequence in seated:
             self._policy.remove(sequence)
             self._overtaken.pop(sequence, None)
+
+    def _seat(
+        self, sequence: SequenceState, resident: Resident, num_shared: int
+    ) -> bool:
+        """Seat a sequence that shares its first pages; False if too few are free."""
+        digests, weights = sequence.page_digests, resident.weights
+        shared = self._pages.find(digests, num_shared, weights)
+        num_tokens = len(sequence.tokens) + 1
+        num_spare = self._num_spare if self.running else 0
+        if not self._pages.can_allocate(num_tokens, shared, num_spare):
+            return False
+        sequence.sit(
+            self._free_seats.pop(),
+            self._pages.allocate(num_tokens, shared),
+            num_shared * self._pages.page_size,
+            slot=resident.slot,
+            weights=weights,
+        )
+        self.running.append(sequence)
+        return True
 
     def _claim(self, sequence: SequenceState, may_bring: bool) -> Resident | None:
         """Return what a sequence holds, claiming it if it is here or may be brought."""
@@ -272,38 +318,20 @@ class Scheduler:
             sequence.fail(resident.error)
         return resident
 
-    def _known_pages(
-        self, sequence: SequenceState, resident: Resident
-    ) -> tuple[int, ...]:
+    def _num_sharable(self, sequence: SequenceState) -> int:
+        """Return how many pages a sequence need not compute itself."""
         if sequence.wants_prompt_logprobs:
-            return ()
-        return self._pages.match(sequence.tokens, resident.weights)
+            return 0
+        # Not one with its last token: a step must have a row to give logits.
+        return (len(sequence.tokens) - 1) // self._pages.page_size
 
-    def _is_computed_more(
-        self,
-        sequence: SequenceState,
-        resident: Resident,
-        num_shared: int,
-        computing: Iterable[SequenceState],
-    ) -> bool:
-        """Tell whether waiting would let a sequence share one more page at least.
-
-        `num_shared` it could share now; `computing` have known tokens left to compute.
-        """
-        if sequence.wants_prompt_logprobs:
-            return False
-        end = (num_shared + 1) * self._pages.page_size
-        if len(sequence.tokens) <= end:
-            return False
-        beginning: Sequence[int] | None = None
-        for other in computing:
-            if other.num_known_cached < end <= len(other.tokens) and (
-                other.weights == resident.weights
-            ):
-                beginning = beginning or sequence.tokens[:end]
-                if other.tokens[:end] == beginning:
-                    return True
-        return False
+    def _note_coming(
+        self, sequence: SequenceState, coming: dict[Hashable, set[bytes]]
+    ) -> None:
+        """Add the pages that a sequence with a seat has yet to fill with its tokens."""
+        num_full = sequence.num_known_cached // self._pages.page_size
+        further = sequence.page_digests[num_full:]
+        coming[sequence.weights].update(further)
 
 
 def _dispensability(sequence: SequenceState) -> tuple[int, int]:

@@ -3,28 +3,30 @@
 Plain Python; knows one sequence's numbers and text, nothing of batches or devices.
 """
 
+import functools
+import logging
 import secrets
 import time
 from collections.abc import Callable, Hashable, Sequence
+from typing import Any
 
 from punica_jax.chunk import Chunk
+from punica_jax.pages import extend_digests
 from punica_jax.request import (
     MAX_SEED,
     Completion,
     FinishReason,
+    RequestError,
     SamplingParams,
     Terms,
     TokenLogprobs,
 )
-from punica_jax.request_state import SampleState
-from punica_jax.stops import StopStrings
-from punica_jax.tokenizer import Detokenizer, Tokenizer
-
-# Called with the completion's place in the list that is returned (where every n is 1,
-# the prompt's) and its newest piece of text.
-TokenCallback = Callable[[int, str], None]
+from punica_jax.request_state import SampleState, weights_error
+from punica_jax.tokenizer import Tokenizer
+from punica_jax.transcript import TokenCallback, Transcript
 
 DEFAULT_TERMS = Terms()
+_log = logging.getLogger(__name__)
 
 
 class SequenceState:
@@ -44,6 +46,7 @@ class SequenceState:
       num_in_flight: its steps that are launched and not collected.
       num_replayed: tokens that came elsewhere, before it went on here.
       num_published: its full pages that others can find.
+      page_digests: stand for its full pages, as far as their tokens are known.
       weights: what reads its tokens: the version of its adapter, from its first seat.
       num_prompt: tokens of the prompt.
       max_len: most tokens that it can have, prompt and output.
@@ -70,6 +73,7 @@ class SequenceState:
         sampling: SamplingParams,
         tokenizer: Tokenizer,
         max_model_len: int,
+        page_size: int,
         on_token: TokenCallback | None,
         terms: Terms = DEFAULT_TERMS,
     ):
@@ -83,6 +87,7 @@ class SequenceState:
         self.num_published = 0
         self.num_replayed = 0
         self.weights: Hashable = None
+        self._adapter_digest: str | None = None  # which it began with elsewhere
         self.arrival = -1
         self.arrived_s = time.monotonic()
         self.seated_s: float | None = None
@@ -102,7 +107,6 @@ class SequenceState:
             or sampling.changes_logits
             or (sampling.min_new_tokens and self.stop_ids)
         )
-        self._index = index
         self._prompt_index = prompt_index
         self._sample_index = sample_index
         self._slot = -1
@@ -110,16 +114,15 @@ class SequenceState:
         room = max_model_len - self.num_prompt
         self.max_len = self.num_prompt + min(sampling.max_new_tokens, room)
         self._tokens = prompt
+        self._page_size = page_size
+        self.page_digests: list[bytes] = []
+        extend_digests(self.page_digests, prompt, page_size)
         self._num_pending = 0  # tokens that steps in flight will give
         self._logprobs: list[TokenLogprobs] = []
         self._prompt_logprobs: list[TokenLogprobs | None] = [None]
         self._stop_reason: str | int | None = None
-        self._pieces: list[str] = []
-        self._detokenizer = Detokenizer(tokenizer)
-        self._stops = StopStrings(
-            tuple(sampling.stop or ()), include=sampling.include_stop_str_in_output
-        )
-        self._on_token = on_token
+        show = None if on_token is None else functools.partial(on_token, index)
+        self._transcript = Transcript(tokenizer, prompt, sampling, show)
 
     @property
     def is_over(self) -> bool:
@@ -130,9 +133,8 @@ class SequenceState:
     def num_left(self) -> int:
         """Rows that it needs in steps to come, as far as anybody knows now."""
         num_tokens = len(self._tokens) + self._num_pending
-        if self.is_over or num_tokens == self.max_len:
-            return 0
-        return num_tokens - self.num_cached
+        is_last = self.is_over or num_tokens == self.max_len
+        return 0 if is_last else num_tokens - self.num_cached
 
     @property
     def tokens(self) -> Sequence[int]:
@@ -178,8 +180,7 @@ class SequenceState:
         self.num_cached = num_cached
         self.weights = weights
         self._slot = slot
-        if self.seated_s is None:
-            self.seated_s = time.monotonic()
+        self.seated_s = self.seated_s or time.monotonic()
 
     def stand(self) -> None:
         """Give up the seat and what the cache holds; all of it is computed again."""
@@ -235,6 +236,9 @@ class SequenceState:
         """
         self.num_in_flight -= 1
         self._num_pending -= chunk.ends
+        began = self._adapter_digest
+        if began is not None and began != self._known_digest:
+            self.fail(weights_error(self.adapter, began, self._known_digest))
         if self.is_over:
             return
         self._prompt_logprobs += prompt_logprobs
@@ -242,7 +246,7 @@ class SequenceState:
             self.newest_token_s = time.monotonic()
             if self.first_token_s is None:
                 self.first_token_s = self.newest_token_s
-            self._take(token, logprobs)
+            self._guard(self._take, token, logprobs)
 
     def replay(self, sample: SampleState) -> None:
         """Go on from where the same request stood elsewhere; nothing is shown of it.
@@ -251,26 +255,19 @@ class SequenceState:
           ValueError: it cannot have stood there.
         """
         assert not self.new_tokens and self.seat < 0
-        room = self.max_len - self.num_prompt
-        if len(sample.token_ids) > room:
-            raise ValueError(
-                f"a sample must have at most {room} tokens here, got "
-                f"{len(sample.token_ids)}"
-            )
         wants = self.sampling.logprobs is not None
-        if len(sample.logprobs) != (len(sample.token_ids) if wants else 0):
-            raise ValueError(
-                f"a sample must have log-probabilities of {'all' if wants else 'none'} "
-                f"of its {len(sample.token_ids)} tokens, got {len(sample.logprobs)}"
-            )
+        sample.check(self.max_len - self.num_prompt, has_logprobs=wants)
         self.seed = sample.seed
+        self._adapter_digest = sample.adapter_digest
         self.num_replayed = len(sample.token_ids)
         if len(sample.prompt_logprobs) == self.num_prompt:
             self._prompt_logprobs = list(sample.prompt_logprobs)
-        show, self._on_token = self._on_token, None
+        show, self._transcript.show = self._transcript.show, None
         for i, token in enumerate(sample.token_ids):
+            if self.is_over:
+                raise ValueError(f"a sample ends with its token {i}, got more of them")
             self._take(token, sample.logprobs[i] if wants else None)
-        self._on_token = show
+        self._transcript.show = show
 
     @property
     def state(self) -> SampleState:
@@ -280,33 +277,43 @@ class SequenceState:
             token_ids=tuple(self.new_tokens),
             logprobs=tuple(self._logprobs),
             prompt_logprobs=tuple(self._prompt_logprobs),
+            adapter_digest=self._known_digest,
         )
+
+    @property
+    def _known_digest(self) -> str | None:
+        if isinstance(self.weights, tuple) and self.weights[0] == "digest":
+            return self.weights[1]
+        return self._adapter_digest
 
     def _take(self, token: int, logprobs: TokenLogprobs | None) -> None:
         """Add a token, show its text, and end where it says so."""
         self._tokens.append(token)
+        if len(self._tokens) % self._page_size == 0:
+            extend_digests(self.page_digests, self._tokens, self._page_size)
         if logprobs is not None:
             self._logprobs.append(logprobs)
         num_new = len(self._tokens) - self.num_prompt
         may_stop = num_new > self.sampling.min_new_tokens
         stops = may_stop and token in self.stop_ids
         if not stops or self.sampling.include_stop_str_in_output:
-            self._emit(self._detokenizer.push(token), may_stop)
-        if stops or self._stops.found or len(self._tokens) == self.max_len:
+            self._transcript.push(token, may_stop=may_stop)
+        if stops or self._transcript.found or len(self._tokens) == self.max_len:
             self._finish(token, stops, may_stop)
 
     def cancel(self, reason: FinishReason = "cancelled") -> None:
         """End it where it is."""
         assert not self.is_over
         if reason != "exported":  # else what is held back is shown where it goes on
-            self._emit(self._detokenizer.finish(), may_stop=False)
-            self._show(self._stops.finish())
-        self.finish_reason = reason
+            self._guard(self._transcript.finish, may_stop=False)
+        if not self.is_over:
+            self.finish_reason = reason
 
     def fail(self, error: Exception) -> None:
         """End it before its time, unless it is over already."""
         if not self.is_over:
-            self.error, self.finish_reason = error, "error"
+            # One error may fail many: each one's frames would gather in its traceback.
+            self.error, self.finish_reason = error.with_traceback(None), "error"
 
     def completion(self) -> Completion:
         """Return what came of the prompt."""
@@ -318,7 +325,7 @@ class SequenceState:
         if self.sampling.prompt_logprobs is not None:
             prompt_logprobs = tuple(self._prompt_logprobs)
         return Completion(
-            text="".join(self._pieces),
+            text=self._transcript.text,
             token_ids=tuple(self.new_tokens),
             finish_reason=self.finish_reason,
             error=None if self.error is None else str(self.error),
@@ -333,22 +340,21 @@ class SequenceState:
         )
 
     def _finish(self, token: int, stops: bool, may_stop: bool) -> None:
-        # What the detokenizer held back came before a stop token.
-        self._emit(self._detokenizer.finish(), may_stop)
-        if self._stops.found is not None:
-            self.finish_reason, self._stop_reason = "stop", self._stops.found
+        # What was held back came before a stop token; it may hold a stop string.
+        self._transcript.finish(may_stop=may_stop)
+        if self._transcript.found is not None:
+            self.finish_reason, self._stop_reason = "stop", self._transcript.found
         elif stops:
             self.finish_reason = "stop"
             self._stop_reason = None if token in self._eos else token
         else:
             self.finish_reason = "length"
-        self._show(self._stops.finish())
 
-    def _emit(self, piece: str, may_stop: bool) -> None:
-        self._show(self._stops.push(piece, may_stop=may_stop))
-
-    def _show(self, piece: str) -> None:
-        if piece:
-            self._pieces.append(piece)
-            if self._on_token is not None:
-                self._on_token(self._index, piece)
+    def _guard(self, call: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        """Call what shows its text: what that raises is this sequence's alone."""
+        try:
+            call(*args, **kwargs)
+        except Exception as error:
+            if not isinstance(error, RequestError):  # nothing of the caller's
+                _log.exception("a request has failed")
+            self.fail(error)

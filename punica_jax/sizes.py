@@ -24,6 +24,8 @@ class Sizes:
       max_rank: greatest rank of an adapter, at most 512.
       page_size: tokens of a KV page, a power of two of at least 16.
       max_step_rows: most rows of a step, where that is more than `max_seats`.
+      num_spare: slots beside those, for what is to replace an adapter in use.
+      num_staged: most adapters that lie beside the pools, on their way there.
       max_kv_pages: most KV pages, None for as many as all seats can use.
       max_rank_pages: most rank pages of a group, None for as many as all slots can use.
 
@@ -37,6 +39,8 @@ class Sizes:
     max_rank: int
     page_size: int
     max_step_rows: int = 2048
+    num_spare: int = 0
+    num_staged: int = 1
     max_kv_pages: int | None = None
     max_rank_pages: int | None = None
 
@@ -44,10 +48,11 @@ class Sizes:
         for field in fields(self):
             if field.default is None and getattr(self, field.name) is None:
                 continue
-            value = getattr(self, field.name)
-            if not is_integer(value) or value < 1:
+            value, least = getattr(self, field.name), int(field.name != "num_spare")
+            if not is_integer(value) or value < least:
                 raise ValueError(
-                    f"{field.name} must be an integer of at least 1, got {value!r}"
+                    f"{field.name} must be an integer of at least {least}, got "
+                    f"{value!r}"
                 )
         if self.max_rank > MAX_RANK:
             raise ValueError(
@@ -80,6 +85,11 @@ class Sizes:
     @property
     def num_kv_pages(self) -> int:
         return _at_most(self.max_seats * self.pages_per_seq, self.max_kv_pages)
+
+    @property
+    def num_device_slots(self) -> int:
+        """Slots that the device has, the spare ones too."""
+        return self.num_slots + self.num_spare
 
     @property
     def pages_per_adapter(self) -> int:

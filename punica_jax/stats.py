@@ -78,7 +78,7 @@ class AdapterStats:
       num_reads: times that it was read into host memory.
       num_loads: times that it came to the device.
       num_evictions: times that it left the device for others.
-      num_load_failures: times that it could not be read or copied.
+      num_load_failures: times that it could not be read or copied, or was not finite.
       load_s: from when it was wanted until rows could use it.
     """
 
@@ -118,6 +118,8 @@ class EngineStats:
       num_free_kv_pages: those that no sequence uses; some hold prefixes still.
       num_slots: adapters that fit the device at one time.
       num_on_device: adapters there.
+      num_rank_pages: module group -> rank pages.
+      num_free_rank_pages: module group -> those that no adapter has.
       num_adapters: adapters that requests may name.
       host_adapter_bytes: adapters in host memory.
       nbytes: name -> bytes of its weights, None for one that was never read.
@@ -134,6 +136,8 @@ class EngineStats:
     num_free_kv_pages: int
     num_slots: int
     num_on_device: int
+    num_rank_pages: Mapping[str, int]
+    num_free_rank_pages: Mapping[str, int]
     num_adapters: int
     host_adapter_bytes: int
     nbytes: Mapping[str, int | None]

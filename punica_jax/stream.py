@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from punica_jax.request import Completion
-from punica_jax.sequence import SequenceState, TokenCallback
+from punica_jax.sequence import SequenceState
+from punica_jax.transcript import TokenCallback
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,6 +75,7 @@ def summary(
         )
     text.append(
         f"  {'workspace':10}{bytes_text(plan.workspace_bytes)} at most for a step, "
+        f"{bytes_text(plan.staging_bytes)} for adapters on their way, "
         f"{bytes_text(plan.seat_bytes)} for the seats' sampling"
     )
     return "\n".join(text)

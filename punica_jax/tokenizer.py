@@ -4,6 +4,7 @@ Knows nothing of models, devices, JAX or chat templates: it reads `tokenizer.jso
 through the `tokenizers` library and the stop ids beside it.
 """
 
+import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -161,8 +162,11 @@ class Detokenizer:
     """One sequence's text, token by token.
 
     The pieces that `push` returns and the one of `finish` join to exactly
-    `tokenizer.decode` of all the ids. No piece holds a part of a character. Work and
-    memory of a push do not grow with the sequence's length.
+    `tokenizer.decode` of all the ids; after a prompt, to what they add to its text:
+    decoders such as Llama 2's take a space away where a text begins, not where it goes
+    on. (A character that the prompt begins and does not end is U+FFFD.) No piece holds
+    a part of a character. Work and memory of a push do not grow with the sequence's
+    length.
 
     Text is held back while it may still change: an unfinished UTF-8 character; with
     byte-fallback tokens (`<0xE2>`) the whole run of them, because the decoder replaces
@@ -170,10 +174,23 @@ class Detokenizer:
     form (WordPiece, CTC, ...: no Llama uses one) everything until `finish`.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, prompt: Sequence[int] = ()) -> None:
+        """Begin a text.
+
+        Args:
+            tokenizer: whose ids come.
+            prompt: the ids that the text follows.
+        """
         self._tokenizer = tokenizer
         self._stages = streaming_stages(tokenizer.decoder_fields())
-        self._held_ids: list[int] = []
+        # What decoders know of a text before them, its last token tells.
+        texts = (one for one in reversed(prompt) if tokenizer.token(one) is not None)
+        self._before = list(itertools.islice(texts, 1))
+        self._held_ids = list(self._before)
+        if self._stages is not None:
+            for token_id in self._before:
+                self.push(token_id)
+            self.finish()
 
     def push(self, token_id: int) -> str:
         """Add the next token; return the text that is now certain, maybe none.
@@ -195,7 +212,8 @@ class Detokenizer:
     def finish(self) -> str:
         """End the sequence; return the text still held back."""
         if self._stages is None:
-            return self._tokenizer.decode(self._held_ids)
+            before = self._tokenizer.decode(self._before)
+            return self._tokenizer.decode(self._held_ids)[len(before) :]
         pieces: list[str] = []
         for stage in self._stages:
             pieces = [out for piece in pieces for out in stage.feed(piece)]

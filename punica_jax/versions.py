@@ -3,7 +3,8 @@
 Plain Python: knows a name, users and bytes; what moves them is `residence`.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Literal, Protocol
 
@@ -65,7 +66,8 @@ class Version:
       placement: its slot and pages, while it has them.
       ready: whether rows can use it.
       lacks_room: whether room is what it waited for when it was wanted last.
-      is_transient: whether its error goes when it is asked for again.
+      is_transient: whether its error may be gone when it is asked for again.
+      failed_s: when that error came.
       report: which modules it changes and by how much, once it has been read; None
         again if it left host memory before its digest was known.
       examined: the digest and the complete report of what was read before, if any.
@@ -97,6 +99,7 @@ class Version:
         self.ready = False
         self.lacks_room = False
         self.is_transient = False
+        self.failed_s = 0.0
         self.report: Any = None
         self.examined: tuple[str, Any] | None = None
         self.loaded: Future[None] = Future()
@@ -120,13 +123,19 @@ class Version:
                     f"adapter {self.name!r} has weights that are NaN or infinite; all "
                     "must be finite (allow_nan=True takes them all the same)"
                 )
+                self.stats.num_load_failures += 1
             self.is_finite = None
         return self.error
 
-    def forgive(self) -> None:
-        """Forget an error that may not come again, once nobody is to look at it."""
+    def forgive(self, *, after_s: float = 0.0) -> None:
+        """Forget an error that may not come again, once nobody is to look at it.
+
+        Args:
+          after_s: not before so long after it came.
+        """
         if self.is_transient and not self.num_users:
-            self.error, self.is_transient = None, False
+            if time.monotonic() - self.failed_s >= after_s:
+                self.error, self.is_transient = None, False
 
     @property
     def tier(self) -> Tier:
@@ -134,6 +143,16 @@ class Version:
         if self.ready:
             return "device"
         return "disk" if self.host is None else "host"
+
+
+def examine(host: HostAdapter, known: tuple[str, Any] | None) -> tuple[str, Any]:
+    """Return an adapter's digest and its report, complete.
+
+    Norms are not computed again if these are the weights whose report is known.
+    """
+    digest = host.digest()
+    rows = known[1].rows if known is not None and known[0] == digest else ()
+    return digest, host.report.complete(rows)
 
 
 class HostCache:
@@ -171,6 +190,10 @@ class HostCache:
         waiting = [one for one in self._versions if one.asked_s and not one.placement]
         nbytes = sum(one.nbytes or 0 for one in waiting)
         return nbytes + version.nbytes <= self.budget
+
+    def may_grow(self, kept: Iterable[Version]) -> bool:
+        """Tell whether those that have to stay are not more than the budget."""
+        return sum(one.nbytes or 0 for one in kept) <= self.budget
 
     def touch(self, version: Version) -> None:
         """Take note that a version is used, if it is here."""

@@ -35,7 +35,7 @@ def workspace_bytes(
     logits = 4 * _ARRAYS_OF_LOGITS * sizes.max_seats * config.vocab_size
     if implementation != "xla":
         return activations + logits
-    slots = min(sizes.max_rows, sizes.num_slots + 1)
+    slots = min(sizes.max_rows, sizes.num_device_slots + 1)
     num_tiles = slots + (sizes.max_rows - slots) // _TILE_ROWS
     pages = sum(len(d_outs) * d_in + sum(d_outs) for _, d_in, d_outs in groups)
     ranks = num_tiles * sizes.pages_per_adapter * RANK_PAGE

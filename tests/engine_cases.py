@@ -94,8 +94,8 @@ class Alone:
         sizes = {key: value for key, value in CONFIG.items() if key != "max_step_rows"}
         with quick(), pytest.MonkeyPatch.context() as patch:
             # As many slots as the engine has with its spare one.
-            runner = functools.partialmethod(base_model.BaseModel.runner, num_spare=1)
-            patch.setattr(base_model.BaseModel, "runner", runner)
+            init = functools.partialmethod(base_model.BaseModel.__init__, num_spare=1)
+            patch.setattr(base_model.BaseModel, "__init__", init)
             self._llm = pj.LLM(root / "model", **sizes)
         # As many rows a step as the engine has: no further programs.
         self._llm._loop._buckets = Buckets(4, 32)

@@ -1,6 +1,6 @@
 """Make `tests/golden/peft`: adapters that `peft` saved, and what it made of them.
 
-Needs torch, transformers and peft, which the tests do not:
+Needs torch, transformers and peft (and attrs for it), which the tests do not:
 
     python tests/make_peft_golden.py
 
@@ -10,10 +10,19 @@ scale and norm of the delta of every module, as PEFT computes them.
 
 import json
 import shutil
+import tempfile
 from pathlib import Path
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import (
+    LoraConfig,
+    PeftModel,
+    get_peft_model,
+    initialize_lora_eva_weights,
+)
+from peft.tuners.lora.config import CordaConfig, EvaConfig, LoraGAConfig
+from peft.tuners.lora.corda import preprocess_corda
+from peft.tuners.lora.loraga import preprocess_loraga
 from transformers import LlamaConfig, LlamaForCausalLM
 
 ROOT = Path(__file__).parent / "golden" / "peft"
@@ -27,6 +36,7 @@ MODEL = {
     "num_key_value_heads": 1,
     "max_position_embeddings": 32,
 }
+SMALL = {"target_modules": ["o_proj"], "layers_to_transform": [3, 4], "r": 2}
 CASES = {
     "list": {"target_modules": ["q_proj", "v_proj"], "r": 3, "lora_alpha": 6},
     "default_targets": {"r": 2, "lora_alpha": 5},
@@ -77,7 +87,58 @@ CASES = {
         "lora_alpha": 2,
         "init_lora_weights": "gaussian",
     },
+    # PEFT spreads the ranks over the modules, and names each.
+    "eva": {
+        "target_modules": ["q_proj", "o_proj", "down_proj"],
+        "layers_to_transform": [0, 7],
+        "r": 4,
+        "lora_alpha": 8,
+        "init_lora_weights": "eva",
+        "eva_config": EvaConfig(tau=0.5),
+    },
+    "orthogonal": {**SMALL, "init_lora_weights": "orthogonal"},
+    "mica": {**SMALL, "init_lora_weights": "mica"},
+    # These change the base's weights, and are saved as plain LoRAs of twice the rank.
+    "pissa": {**SMALL, "init_lora_weights": "pissa"},
+    "corda": {
+        **SMALL,
+        "init_lora_weights": "corda",
+        "corda_config": CordaConfig(corda_method="kpm"),
+    },
+    "lora_ga": {
+        **SMALL,
+        "init_lora_weights": "lora_ga",
+        "lora_ga_config": LoraGAConfig(),
+    },
 }
+CONVERTED = ("pissa", "corda", "lora_ga")
+
+
+def make_base() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**MODEL))
+
+
+def make_adapter(base: LlamaForCausalLM, config: LoraConfig) -> PeftModel:
+    """Add an adapter to a base, begun as its configuration says."""
+    init = config.init_lora_weights
+    # For the initialisations that look at data.
+    tokens = torch.arange(8 * MODEL["vocab_size"]).reshape(8, -1) * 7 % 15
+
+    @torch.enable_grad()
+    def look_at_data() -> None:
+        for row in tokens[:, None]:
+            base(row, labels=row).loss.backward()
+
+    if init == "corda":
+        preprocess_corda(base, config, run_model=look_at_data)
+    if init == "lora_ga":
+        preprocess_loraga(base, config, train_step=look_at_data)
+    model = get_peft_model(base, config)
+    if init == "eva":
+        batch = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+        initialize_lora_eva_weights(model, [batch] * 20, show_progress_bar=False)
+    return model
 
 
 def randomise(model: PeftModel, dtype: torch.dtype) -> None:
@@ -106,14 +167,19 @@ def expected_of(model: PeftModel) -> dict[str, dict[str, float]]:
 def main() -> None:
     shutil.rmtree(ROOT, ignore_errors=True)
     for case, fields in CASES.items():
-        torch.manual_seed(0)
-        base = LlamaForCausalLM(LlamaConfig(**MODEL))
-        model = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", **fields))
-        randomise(model, torch.bfloat16 if case == "rslora" else torch.float32)
-        model.save_pretrained(ROOT / case)
+        config = LoraConfig(task_type="CAUSAL_LM", **fields)
+        model = make_adapter(make_base(), config)
+        with tempfile.TemporaryDirectory() as start:
+            options = {}
+            if case in CONVERTED:
+                model.peft_config["default"].init_lora_weights = True
+                model.save_pretrained(start)
+                options = {"path_initial_model_for_weight_conversion": start}
+            randomise(model, torch.bfloat16 if case == "rslora" else torch.float32)
+            model.save_pretrained(ROOT / case, **options)
         (ROOT / case / "README.md").unlink(missing_ok=True)
         (ROOT / case / "adapter_model.safetensors").chmod(0o644)
-        model.float()
+        model = PeftModel.from_pretrained(make_base(), ROOT / case)
         text = json.dumps(expected_of(model), indent=1)
         (ROOT / case / "expected.json").write_text(text + "\n")
 

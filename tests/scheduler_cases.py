@@ -74,6 +74,7 @@ def make_sequence(
     max_len: int = 1 << 30,
     ignore_eos: bool = True,
     prompt_logprobs: int | None = None,
+    page_size: int = 2,
     **terms: Any,
 ) -> SequenceState:
     return SequenceState(
@@ -89,6 +90,7 @@ def make_sequence(
         ),
         tokenizer=_TOKENIZER,
         max_model_len=max_len,
+        page_size=page_size,
         on_token=None,
         terms=Terms(**terms),
     )
@@ -132,6 +134,7 @@ class FakeAdapters:
       lost: names that never arrive, which is known when they should have.
       faulty: names whose rows turn out to be worth nothing.
       num_claims: claims that are not released.
+      forgone: names that nobody wanted any more, in order.
     """
 
     def __init__(
@@ -147,6 +150,7 @@ class FakeAdapters:
         self.lost: set[str] = set()
         self.faulty: set[str] = set()
         self.num_claims = 0
+        self.forgone: list[str] = []
         self._weights = {name: (number, 0) for number, name in enumerate(names)}
         self._read_steps, self._load_steps = read_steps, load_steps
         self._reading: dict[Hashable, int] = {}
@@ -196,6 +200,9 @@ class FakeAdapters:
 
     def lacks_room(self, name: str | None) -> bool:
         return not self.is_here(name) and not self._reading[self.weights_of(name)]
+
+    def forgo(self, name: str) -> None:
+        self.forgone.append(name)
 
     def release(self, resident: Any) -> None:
         assert resident.num_users > 0
@@ -495,8 +502,8 @@ class Simulation:
             num_prompt_rows += rows if rows > 1 else 0
             num_full = sequence.num_known_cached // self.pages.page_size
             if num_full > sequence.num_published:
-                known = sequence.tokens[: sequence.num_known_cached]
-                self.pages.publish(sequence.pages, known, sequence.weights)
+                digests, weights = sequence.page_digests, sequence.weights
+                self.pages.publish(sequence.pages, digests, num_full, weights)
                 sequence.num_published = num_full
         return _Flight(chunks, num_prompt_rows, self.device.run(chunks))
 
@@ -622,6 +629,7 @@ class _Crowd:
             rng.choice([None, name, name, name]),
             rng.randint(1, 16),
             ignore_eos=rng.random() < 0.5,
+            page_size=self.simulation.pages.page_size,
             priority=rng.choice([0, 0, 0, 1]),
             tenant=rng.choice("uvwxyz"),
         )

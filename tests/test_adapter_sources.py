@@ -13,7 +13,7 @@ from punica_jax.adapter_sources import AdapterSources
 from punica_jax.models import save_adapter
 from tests import tiny_checkpoint as tiny
 
-BASE: Any = SimpleNamespace(config=tiny.CONFIG, dtype="float32", published_name=None)
+BASE: Any = SimpleNamespace(config=tiny.CONFIG, dtype="float32", names=("tiny",))
 ARRAYS: dict[str | tuple[int, str], Any] = {
     (layer, "down_proj"): (
         np.full((2, 48), 0.5, np.float32),

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from punica_jax import LLM, ChatTemplate, Completion, SamplingParams, cli, demo
+from punica_jax import LLM, ChatTemplate, Completion, Piece, SamplingParams, cli, demo
 from tests import tiny_checkpoint
 
 RANKS = {"upper": (8,), "reverse": (4, 16), "[red]": (64,)}
@@ -61,6 +61,7 @@ class FakeLLM:
         ]
         if len(prompts) == 1 and adapters[0] == self._fickle:
             texts[0] += "!"
+        errors = [f"it is {text}" if text == "BAD" else None for text in texts]
         for step in range(max(map(len, texts))) if on_token else ():
             for index, text in enumerate(texts):
                 if step < len(text):
@@ -69,12 +70,25 @@ class FakeLLM:
             Completion(
                 text=text,
                 token_ids=tuple(text.encode()),
-                finish_reason="stop",
+                finish_reason="error" if error else "stop",
+                error=error,
                 adapter=adapter,
                 prompt_token_ids=tuple(prompt.encode()),
+                prompt_index=index,
             )
-            for text, adapter, prompt in zip(texts, adapters, prompts, strict=True)
+            for index, (text, adapter, prompt, error) in enumerate(
+                zip(texts, adapters, prompts, errors, strict=True)
+            )
         ]
+
+    def stream(self, prompts, adapters, sampling):
+        pieces = []
+        outs = self.generate(
+            prompts, adapters, sampling, lambda *piece: pieces.append(Piece(*piece))
+        )
+        yield from pieces
+        for index, out in enumerate(outs):
+            yield Piece(index, "", out)
 
 
 def _run(llm, cases, *, terminal=False):
@@ -283,6 +297,27 @@ class TestCommands:
             cli.app, ["generate", "/m", "hey", "--adapter", "upper=/u", "--use=upper"]
         )
         assert result.stdout == "HEY\n"
+
+    @pytest.mark.parametrize(
+        ("prompts", "stdout", "stderr"),
+        [
+            (["bad"], "BAD\n", "error: it is BAD\n"),
+            (
+                ["ok", "bad"],
+                "[upper] ok\nOK\n\n[upper] bad\nBAD\n\n",
+                "error: prompt 1: it is BAD\n",
+            ),
+        ],
+    )
+    def test_generate_tells_of_answers_that_failed(
+        self, monkeypatch, prompts, stdout, stderr
+    ):
+        monkeypatch.setattr(cli, "LLM", lambda *_, **__: FakeLLM())
+        result = CliRunner().invoke(
+            cli.app, ["generate", "/m", *prompts, "--use=upper"]
+        )
+        assert (result.stdout, result.stderr) == (stdout, stderr)
+        assert result.exit_code == 1
 
     @pytest.mark.parametrize(
         ("words", "text"),

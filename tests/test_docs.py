@@ -1,10 +1,13 @@
 """The pages of docs/ are whole, true, and can be built."""
 
+import argparse
 import ast
 import contextlib
+import importlib
 import inspect
 import io
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -20,6 +23,11 @@ DOCS = ROOT / "docs"
 PAGES = {path.stem: path.read_text() for path in DOCS.glob("*.md")}
 # Python, and the text below it, if any, which is what it prints.
 EXAMPLE = re.compile(r"```python\n(.*?)```\n*(?:```text\n(.*?)```)?", re.DOTALL)
+TEXTS = {"README": (ROOT / "README.md").read_text(), **PAGES}
+COMMAND = re.compile(r"python -m ((?:benchmarks|demos)\.\w+)([^`\n]*)")
+COMMANDS = sorted({found for text in TEXTS.values() for found in COMMAND.findall(text)})
+FOLDERS = ("punica_jax", "models", "pallas_kernels", "benchmarks", "demos", "tests")
+SOURCES = [path for folder in FOLDERS for path in (ROOT / folder).glob("*.py")]
 # Pages with examples, in reading order: names of one are known to the next.
 WITH_EXAMPLES = ["quickstart", "adapters", "sampling", "engine", "your_code"]
 
@@ -92,6 +100,55 @@ def test_examples_are_python_and_name_what_exists():
             ast.parse(code)
         names = set(re.findall(r"\bpj\.(\w+)", text))
         assert names <= set(pj.__all__), (page, names - set(pj.__all__))
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_names_are_those_of_the_code(page):
+    sources = [path.read_text() for path in (*SOURCES, ROOT / "pyproject.toml")]
+    words = {word for source in sources for word in re.findall(r"\w+", source)}
+    files = [f"/{path.relative_to(ROOT)}" for path in SOURCES]
+    text = re.sub(r"```.*?```", "", TEXTS[page], flags=re.DOTALL)
+    for span in re.findall(r"`([\w./]+)`", text):
+        if span.endswith(".py"):
+            assert any(file.endswith(f"/{span}") for file in files), span
+        elif "/" not in span and not (ROOT / span).exists():
+            assert set(span.split(".")) <= words, span
+
+
+class _Parsed(Exception):
+    """A command's words were understood; nothing else is to happen."""
+
+
+@pytest.mark.parametrize("module, words", COMMANDS)
+def test_commands_are_understood(module, words, monkeypatch):
+    parse = argparse.ArgumentParser.parse_args
+
+    def parse_alone(parser, words=None):
+        parse(parser, words)
+        raise _Parsed
+
+    if module == "benchmarks.parity":
+        pytest.importorskip("peft")
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_alone)
+    monkeypatch.setattr(sys, "argv", [module, *shlex.split(words, comments=True)])
+    with pytest.raises(_Parsed):
+        importlib.import_module(module).main()
+
+
+def test_every_record_can_be_made_again():
+    session = PAGES["benchmarks"].split("## To remake every record")[1]
+    found = {module for module, _ in COMMAND.findall(session)}
+    records = {
+        f"benchmarks.{path.stem}"
+        for path in (ROOT / "benchmarks").glob("*.py")
+        if "Log.add_options" in path.read_text()
+    }
+    assert found == {*records, "benchmarks.plots", "benchmarks.readme"}
+    for module, words in COMMAND.findall(session):
+        if module in records:
+            name = module.removeprefix("benchmarks.")
+            device = "cpu" if name == "scheduling" else "h200"
+            assert f" --out $out/{name}_{device}.jsonl  # " in words
 
 
 @pytest.mark.slow

@@ -3,12 +3,21 @@
 import asyncio
 import contextlib
 import dataclasses
+import gc
+import queue
+import sys
 import threading
+import time
+import weakref
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 import punica_jax as pj
+from punica_jax.engine_request import own_copy
 from punica_jax.request_state import SampleState
+from punica_jax.stops import StopStrings
 from tests.engine_cases import (
     CONFIG,
     GREEDY,
@@ -252,7 +261,7 @@ def test_a_deadline(engine):
     assert got.finish_reason == "length"
 
 
-def test_a_deadline_amid_an_answer(engine):
+def test_a_deadline_amid_an_answer(engine, monkeypatch):
     async def main():
         with Pause(engine, has_tokens(engine, 3)) as pause:
             terms = pj.Terms(deadline_s=1000.0)
@@ -261,8 +270,9 @@ def test_a_deadline_amid_an_answer(engine):
             )
             beside = asyncio.create_task(completions(engine.generate("x", "a", GREEDY)))
             await pause.reached()
-            for sequence in engine._loop.scheduler.sequences:
-                sequence.arrived_s -= 2000  # so long ago did it come
+            # So long after they came.
+            late = SimpleNamespace(monotonic=lambda: time.monotonic() + 2000)
+            monkeypatch.setattr("punica_jax.loop.time", late)
             pause.go()
             with pytest.raises(pj.DeadlineError, match=r"of 1000 s; [34] tokens had"):
                 await answer
@@ -289,8 +299,9 @@ def test_a_full_queue(root):
         for error in (one, two):
             assert isinstance(error, pj.QueueFullError)
             assert str(error) == (
-                "7 requests wait already, and at most max_waiting = 3 may; try again "
-                "later or raise it"
+                "7 sequences wait already, and the request would bring 1 more; 7 may "
+                "now: max_waiting = 3, and 4 for free seats; try again later or raise "
+                "max_waiting"
             )
         with pytest.raises(ValueError, match="n must be at most 7 here, got 8"):
             ask(engine, "x", "a", dataclasses.replace(DRAWN, n=8))
@@ -367,7 +378,9 @@ def test_closing_ends_what_is_under_way(root):
             await closing
         return await asyncio.gather(*answers, late, return_exceptions=True)
 
-    for error in run(main()):
+    errors = run(main())
+    assert len({id(error) for error in errors}) == len(errors) == 7
+    for error in errors:
         assert isinstance(error, pj.EngineClosedError)
         assert str(error) == "the engine has ended" and error.__cause__ is None
     engine.close()
@@ -390,19 +403,19 @@ def test_closing_never_misses_its_thread(root):
     # It comes when the thread has nothing to do, and is about to sleep.
     engine = make_engine(root, warm_up=False)
     closing = threading.Thread(target=engine.close)
-    awake, clear = engine._thread._awake, engine._thread._awake.clear
-    num_calls = 0
+    awake, awake_before = queue.SimpleQueue(), engine._thread._awake
 
-    def clear_late():
-        nonlocal num_calls
-        num_calls += 1
-        if num_calls == 2:  # the first one comes before the command
+    def is_empty_late():
+        if awake.empty() and not closing.is_alive():
             closing.start()
-            assert awake.wait(10)  # until `close` has set it
-        clear()
+            awake.put(awake.get(timeout=10))  # `close` has told it
+        return awake.empty()
 
-    awake.clear = clear_late
-    engine._thread.do(lambda: None)
+    awake.put(None)
+    engine._thread._awake = cast(
+        Any, SimpleNamespace(empty=is_empty_late, get=awake.get, put=awake.put)
+    )
+    awake_before.put(None)
     engine._thread._thread.join(10)
     assert not engine._thread._thread.is_alive()
     closing.join(10)
@@ -440,6 +453,132 @@ def test_an_error_in_the_thread_ends_all_with_its_cause(root, monkeypatch):
         ask(engine, "x")
     assert caught.value.__cause__ is error
     engine.close()
+
+
+@pytest.mark.parametrize("how", ["push", "finish"])
+def test_an_error_in_a_text_is_one_requests(engine, alone, monkeypatch, how):
+    original = getattr(StopStrings, how)
+
+    def fail(stops, *arguments, **options):
+        if stops._stops == ("never",):
+            raise RuntimeError("this text is broken")
+        return original(stops, *arguments, **options)
+
+    sampling = dataclasses.replace(LONG, stop="never")
+
+    async def main():
+        with Pause(engine, has_tokens(engine, 3)) as pause:
+            answers = [
+                asyncio.create_task(
+                    completions(engine.generate("hello", "a", params, request_id=name))
+                )
+                for name, params in {"bad": sampling, "good": GREEDY}.items()
+            ]
+            await pause.reached()
+            with monkeypatch.context() as patch:
+                patch.setattr(StopStrings, how, fail)
+                if how == "finish":
+                    engine.cancel("bad")  # all is shown that was held back
+                pause.go()
+                return await asyncio.gather(*answers, return_exceptions=True)
+
+    bad, good = run(main())
+    assert isinstance(bad, RuntimeError) and str(bad) == "this text is broken"
+    assert good == alone("hello", "a")
+
+
+def test_every_asker_gets_an_error_of_its_own(engine, tmp_path):
+    engine.register_adapter("missing", tmp_path / "nothing")
+    mine = []
+
+    class Variable:
+        pass
+
+    async def caller():
+        variable = Variable()
+        mine.append(weakref.ref(variable))
+        await completions(engine.generate("hello", "missing", GREEDY))
+
+    async def main():
+        return await asyncio.gather(*(caller() for _ in "ab"), return_exceptions=True)
+
+    errors = run(main())
+    assert all(isinstance(error, pj.HubError) for error in errors)
+    assert errors[0] is not errors[1] and str(errors[0]) == str(errors[1])
+    del errors
+    gc.collect()
+    assert [variable() for variable in mine] == [None, None]
+    # Nor do its own frames gather there.
+    error = engine.adapters["missing"].error
+    assert error is not None and error.__traceback__ is None
+    run(engine.unload_adapter("missing"))
+
+
+def error_classes():
+    modules = [m for name, m in sys.modules.items() if name.startswith("punica_jax")]
+    classes = {v for m in modules for v in vars(m).values() if isinstance(v, type)}
+    ours = [one for one in classes if one.__module__.startswith("punica_jax")]
+    return sorted(
+        (one for one in ours if issubclass(one, Exception)), key=lambda one: str(one)
+    )
+
+
+@pytest.mark.parametrize("error_class", error_classes())
+def test_errors_can_be_copied(error_class):
+    several = {pj.UnsupportedConfigError: ("rope", [1, 2], "it must be None")}
+    error = error_class(*several.get(error_class, ("it is wrong",)))
+    error.__cause__ = OSError(2, "gone")
+    error.add_note("a note")
+    copied = own_copy(error)
+    assert copied is not error and type(copied) is error_class
+    assert str(copied) == str(error) and vars(copied) == vars(error)
+    assert copied.__cause__ is error.__cause__
+
+
+def test_all_our_errors_are_among_them():
+    names = {name for name in pj.__all__ if name.endswith("Error")}
+    assert names <= {one.__name__ for one in error_classes()}
+
+
+def test_an_error_that_cannot_be_copied():
+    class Odd(ValueError):
+        def __init__(self, one, two):
+            super().__init__(one + two)
+
+    copied = own_copy(Odd("so", " odd"))
+    assert type(copied) is pj.RequestError and str(copied) == "Odd: so odd"
+
+
+def test_an_engine_that_is_dropped_ends(root, engine):
+    dropped = make_engine(root, warm_up=False)  # its programs are those of `engine`
+    ask(dropped, "hello", "a", GREEDY)
+    thread = dropped._thread._thread
+    held = [dropped, dropped._residence, *dropped._runner._weights]
+    held = [weakref.ref(one) for one in held]
+    del dropped
+    gc.collect()
+    thread.join(10)
+    assert not thread.is_alive()
+    gc.collect()
+    assert {one() for one in held} == {None}
+
+
+def test_a_request_under_way_keeps_its_engine(root):
+    async def main():
+        engine = make_engine(root, warm_up=False)
+        pieces = engine.generate("hello", "a", LONG)
+        await anext(pieces)
+        thread = engine._thread._thread
+        del engine
+        gc.collect()
+        [got] = await completions(pieces, is_whole=False)
+        assert got.finish_reason == "length" and thread.is_alive()
+        return thread
+
+    thread = run(main())
+    gc.collect()
+    thread.join(10)
+    assert not thread.is_alive()
 
 
 def test_an_event_loop_that_is_gone(engine, alone):
@@ -630,7 +769,7 @@ def test_what_is_held_back_travels_unseen(engine, alone):
         with Pause(
             engine,
             lambda: any(
-                len("".join(one._pieces)) == at and len(one.new_tokens) > at + 4
+                len(one._transcript.text) == at and len(one.new_tokens) > at + 4
                 for one in engine._loop.scheduler.running
             ),
         ) as pause:
@@ -647,6 +786,49 @@ def test_what_is_held_back_travels_unseen(engine, alone):
     [got] = run(completions(engine.resume(state), more, is_whole=False))
     assert got.text == whole.text
     assert "".join(piece.text for piece in seen + more) == whole.text
+
+
+def test_what_has_ended_in_flight_is_not_exported(engine, alone):
+    [whole] = alone("hello", "a", LONG)
+    sampling = dataclasses.replace(LONG, stop_token_ids=[whole.token_ids[5]])
+    want = alone("hello", "a", sampling)
+
+    async def main():
+        def is_over():
+            return any(one.is_over for one in engine._loop.scheduler.running)
+
+        with Pause(engine, is_over) as pause:
+            request = engine.generate("hello", "a", sampling, request_id="it")
+            answer = asyncio.create_task(completions(request))
+            await pause.reached()
+            asked = asyncio.create_task(engine.export("it"))
+            await until(lambda: bool(engine._thread._commands))
+            pause.go()
+            with pytest.raises(ValueError, match="no request under way has the id"):
+                await asked
+            return await answer
+
+    assert run(main()) == want
+
+
+def test_what_has_failed_in_part_is_not_exported(engine):
+    sampling = dataclasses.replace(DRAWN, n=2, max_new_tokens=40)
+
+    async def main():
+        with Pause(engine, has_tokens(engine, 3)) as pause:
+            request = engine.generate("hello", "a", sampling, request_id="it")
+            answer = asyncio.create_task(completions(request))
+            await pause.reached()
+            engine._loop.scheduler.running[0].fail(pj.RequestError("it is broken"))
+            asked = asyncio.create_task(engine.export("it"))
+            await until(lambda: bool(engine._thread._commands))
+            pause.go()
+            with pytest.raises(ValueError, match="no request under way has the id"):
+                await asked
+            with pytest.raises(pj.RequestError, match="it is broken"):
+                await answer
+
+    run(main())
 
 
 def test_states_that_do_not_fit(engine):
@@ -677,6 +859,12 @@ def test_states_that_do_not_fit(engine):
         sample = SampleState(seed=0, token_ids=tokens)
         with pytest.raises(ValueError, match=message):
             resume(dataclasses.replace(state, samples=(sample,)))
+    sample = SampleState(seed=0, token_ids=(1, 2, 3))
+    sampling = dataclasses.replace(GREEDY, stop_token_ids=[2])
+    with pytest.raises(ValueError, match="a sample ends with its token 2, got more"):
+        resume(dataclasses.replace(state, sampling=sampling, samples=(sample,)))
+    with pytest.raises(ValueError, match="adapter_digest must be text or None, got 7"):
+        SampleState(seed=0, token_ids=(), adapter_digest=cast(Any, 7))
     sample = SampleState(seed=0, token_ids=(1, 2))
     sampling = dataclasses.replace(GREEDY, logprobs=1)
     with pytest.raises(ValueError, match="log-probabilities of all of its 2 tokens"):

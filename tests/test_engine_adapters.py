@@ -11,6 +11,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import punica_jax as pj
+from punica_jax import residence
 from punica_jax.models import Adapter
 from tests import tiny_checkpoint as tiny
 from tests.engine_cases import (
@@ -141,6 +142,42 @@ def test_a_folders_adapters_are_found(root, alone, tmp_path):
         check_idle(engine)
 
 
+def test_a_folders_adapters_can_be_unloaded_before_they_are_known(root, tmp_path):
+    for name in "xyz":
+        shutil.copytree(root / "adapters" / "a", tmp_path / name)
+    with make_engine(root, adapters_dir=tmp_path) as engine:
+        run(engine.unload_adapter("x"))
+        with pytest.raises(pj.UnknownAdapterError, match="no adapter is named 'x'"):
+            ask(engine, "hello", "x")
+        with pytest.raises(pj.UnknownAdapterError, match="no adapter is named 'nope'"):
+            run(engine.unload_adapter("nope"))
+        # Remembered is what would be found again, and nothing else.
+        engine.register_adapter("elsewhere", root / "adapters" / "a")
+        run(engine.unload_adapter("elsewhere"))
+        run(engine.unload_adapter("y"))
+        assert engine._finder._unloaded == {"x", "y"}
+        # Also where it went, and came again, while others were unloaded.
+        shutil.rmtree(tmp_path / "x")
+        run(engine.unload_adapter("z"))
+        shutil.copytree(root / "adapters" / "a", tmp_path / "x")
+        with pytest.raises(pj.UnknownAdapterError, match="no adapter is named 'x'"):
+            ask(engine, "hello", "x")
+        check_idle(engine)
+
+
+def test_a_folder_that_is_still_being_written(root, alone, tmp_path, monkeypatch):
+    whole, path = root / "adapters" / "a", tmp_path / "x"
+    path.mkdir()
+    shutil.copy(whole / "adapter_config.json", path)
+    with make_engine(root, adapters_dir=tmp_path) as engine:
+        with pytest.raises(pj.AdapterError, match=r"no adapter_model\.safetensors"):
+            ask(engine, "hello", "x", GREEDY)
+        shutil.copy(whole / "adapter_model.safetensors", path)
+        monkeypatch.setattr(residence, "RETRY_S", 0.0)
+        assert tokens(engine, "hello", "x", GREEDY) == alone.tokens("hello", "a")
+        assert engine.stats().adapters["x"].num_load_failures == 1
+
+
 def test_nobody_finds_again_what_is_being_forgotten(root, tmp_path):
     shutil.copytree(root / "adapters" / "a", tmp_path / "x")
     with make_engine(root, adapters_dir=tmp_path) as engine:
@@ -205,8 +242,6 @@ def test_a_broken_file_fails_its_requests_alone(engine, root, alone, tmp_path):
     stats = engine.stats().adapters["broken"]
     assert stats.num_failed == 2 and stats.num_load_failures == 1
     weights.write_bytes(whole)
-    with pytest.raises(ValueError, match="broken"):  # not before it is told
-        ask(engine, "hello", "broken", GREEDY)
     engine.register_adapter("broken", path)
     assert tokens(engine, "hello", "broken", GREEDY) == alone.tokens("hello", "a")
 
@@ -441,6 +476,81 @@ def test_one_sample_that_fails_ends_the_others(engine, monkeypatch):
     assert after.num_cancelled == before.num_cancelled + 2
 
 
+async def exported(engine, sampling):
+    """Take out a request under the adapter `name` that has a few tokens."""
+    with Pause(engine, has_tokens(engine, 5)) as pause:
+        request = engine.generate("hello", "name", sampling, request_id="it")
+        answer = asyncio.create_task(completions(request))
+        await pause.reached()
+        asked = asyncio.create_task(engine.export("it"))
+        await until(lambda: bool(engine._thread._commands))
+        pause.go()
+        await answer
+        return pj.RequestState.from_json((await asked).to_json())
+
+
+def resume(engine, state):
+    return run(completions(engine.resume(state), is_whole=False))
+
+
+def test_a_request_goes_on_under_its_own_weights_alone(engine, root, alone):
+    load(engine, "name", root / "adapters" / "a")
+    know_digests(engine)
+    state = run(exported(engine, LONG))
+    [sample] = state.samples
+    assert sample.adapter_digest is not None
+    load(engine, "name", root / "adapters" / "b")
+    know_digests(engine)
+    with pytest.raises(
+        ValueError,
+        match=r"adapter 'name' must have the weights that the request began with, of "
+        rf"digest {sample.adapter_digest}; here they are [0-9a-f]+; register those",
+    ):
+        resume(engine, state)
+    load(engine, "name", arrays_of(root / "adapters" / "a"))
+    [got] = resume(engine, state)
+    assert got.token_ids == alone("hello", "a", LONG)[0].token_ids
+    # Where the digest is not known, the name is all there is.
+    load(engine, "name", root / "adapters" / "b")
+    unknown = dataclasses.replace(sample, adapter_digest=None)
+    [got] = resume(engine, dataclasses.replace(state, samples=(unknown,)))
+    count = len(sample.token_ids)
+    assert got.token_ids[:count] == sample.token_ids
+    assert got.token_ids != alone("hello", "a", LONG)[0].token_ids
+
+
+def test_a_request_goes_on_until_other_weights_are_known(engine, root, monkeypatch):
+    load(engine, "name", root / "adapters" / "a")
+    know_digests(engine)
+    state = run(exported(engine, LONG))
+    go, digest = threading.Event(), Adapter.digest
+
+    def slow(adapter):
+        assert go.wait(20)
+        return digest(adapter)
+
+    monkeypatch.setattr(Adapter, "digest", slow)
+    load(engine, "name", root / "adapters" / "b")
+
+    async def main():
+        count = len(state.samples[0].token_ids) + 5
+        with Pause(engine, has_tokens(engine, count)) as pause:
+            answer = asyncio.create_task(
+                completions(engine.resume(state), is_whole=False)
+            )
+            await pause.reached()
+            [sequence] = engine._loop.scheduler.running
+            # Whoever takes it from here is to look out for the same weights.
+            assert sequence.state.adapter_digest == state.samples[0].adapter_digest
+            go.set()
+            await until(lambda: bool(engine._residence._tasks._done))
+            pause.go()
+            with pytest.raises(ValueError, match="'name' must have the weights that"):
+                await answer
+
+    run(main())
+
+
 def test_other_weights_never_share(engine, root, alone, computed):
     names = [None, "a", "b"]
     for name in names:
@@ -518,6 +628,9 @@ def test_unloading_frees_host_and_device(engine, root):
     after = engine.stats()
     assert after.host_adapter_bytes == before
     assert after.num_on_device == now.num_on_device - 1
+    for group, count in now.num_free_rank_pages.items():  # rank 64 is four pages
+        assert after.num_free_rank_pages[group] == count + 4
+        assert after.num_free_rank_pages[group] <= after.num_rank_pages[group]
 
 
 def test_who_waits_for_an_unloading_may_leave(engine, root, alone):

@@ -58,6 +58,7 @@ def read(path, fields):
         # Switched off, each in its own way.
         ({"suppress_tokens": [], "bad_words_ids": [], "sequence_bias": {}}, {}),
         ({"renormalize_logits": False, "token_healing": False, "num_beams": 1}, {}),
+        ({"typical_p": 0.9, "top_h": 0.5, "eta_cutoff": 1e-3, "do_sample": False}, {}),
         # Without effect, so not looked at.
         ({"temperature": 200, "top_k": 1.5}, {}),
         ({"top_p": 0, "min_p": "x", "do_sample": False}, {}),
@@ -71,6 +72,13 @@ def test_defaults(tmp_path, fields, expected):
 def test_no_file(tmp_path):
     config = GenerationConfig.from_dir(ModelDir(tmp_path))
     assert config == GenerationConfig(sampling=SamplingParams())
+
+
+def test_what_is_not_supported_when_sampling_is_named(tmp_path):
+    fields = {"typical_p": 0.9, "top_h": 0.5, "eta_cutoff": 0.0, "max_time": 1.5}
+    assert read(tmp_path, fields).unused == ("max_time",)
+    fields["do_sample"] = True
+    assert read(tmp_path, fields).unused == ("max_time", "top_h", "typical_p")
 
 
 def test_what_is_not_supported_is_named(tmp_path):

@@ -299,14 +299,11 @@ def test_refused_before_weights_are_fetched(hub, options, message):
     assert not [r for r in hub.requests if re.search(weights, r)]
 
 
-def test_a_base_by_another_name(hub, llm, checkpoint, tmp_path):
+def test_a_base_by_another_name(hub, checkpoint, tmp_path):
     path = shutil.copytree(checkpoint / "a", tmp_path / "a")
     fields = json.loads((path / "adapter_config.json").read_text())
     fields["base_model_name_or_path"] = "org/large"
     (path / "adapter_config.json").write_text(json.dumps(fields))
-    # What a folder is called says nothing; warnings are errors here.
-    llm.load_adapter("trained elsewhere", path)
-    llm.unload_adapter("trained elsewhere")
     text = "was trained on 'org/large', the base model is 'org/tiny'"
     with pytest.warns(UserWarning, match=text) as caught:
         fetched = pj.LLM("org/tiny", {"x": path}, max_seats=1, progress=False)

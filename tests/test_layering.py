@@ -37,8 +37,10 @@ WITHOUT_JAX = [
     "stats",
     "stops",
     "stream",
+    "tasks",
     "tiny",
     "tokenizer",
+    "transcript",
     "versions",
 ]
 

@@ -135,12 +135,80 @@ def test_streamed_pieces_join_to_the_text(llm, together):
     assert pieces == [row.text for row in together]
 
 
-def test_a_callback_that_raises_harms_nobody_later(llm, together):
-    def fail(index, piece):
-        raise RuntimeError("stop it")
+def raising(index, number, error):
+    """Make a callback that raises at some completion's piece of that number."""
+    pieces = []
 
-    with pytest.raises(RuntimeError, match="stop it"):
-        llm.generate(PROMPTS, ADAPTERS, GREEDY, on_token=fail)
+    def on_token(at, piece):
+        pieces.extend([piece] * (at == index))
+        if at == index and len(pieces) == number:
+            raise error
+
+    on_token.pieces = pieces
+    return on_token
+
+
+def test_a_callback_that_raises_is_one_completions_error(llm, together, caplog):
+    callback = raising(3, 2, KeyError("mine"))
+    rows = llm.generate(PROMPTS, ADAPTERS, GREEDY, on_token=callback)
+    failed = rows.pop(3)
+    assert rows == [*together[:3], *together[4:]]
+    assert failed.finish_reason == "error"
+    assert failed.error == "on_token raised KeyError('mine')"
+    assert failed.text == "".join(callback.pieces) and len(callback.pieces) == 2
+    count = len(failed.token_ids)
+    assert count < 12 and failed.token_ids == together[3].token_ids[:count]
+    [record] = caplog.records  # where it was raised
+    assert record.message == "a request has failed" and "on_token" in caplog.text
+    assert not llm._loop.busy
+    assert llm.generate(PROMPTS, ADAPTERS, GREEDY) == together
+
+
+@pytest.mark.parametrize("stop", [(), ("STOP",)])
+def test_a_callback_that_raises_at_the_last_piece(llm, together, stop):
+    # The last character is held back until the end: it may begin a stop string.
+    stop = [together[0].text[-1] + end for end in stop]
+    params = dataclasses.replace(GREEDY, stop=stop)
+    callback = raising(0, 99, ValueError())
+    [whole] = llm.generate("hello", "a", params, on_token=callback)
+    last = len(callback.pieces)
+    callback = raising(0, last, ValueError())
+    [row] = llm.generate("hello", "a", params, on_token=callback)
+    assert row == dataclasses.replace(
+        whole, finish_reason="error", error="on_token raised ValueError()"
+    )
+
+
+def test_a_callback_that_raises_at_one_of_several_samples(llm):
+    params = pj.SamplingParams(max_new_tokens=9, temperature=1.0, seed=4, n=3)
+    want = llm.generate("hello", "a", params)
+    callback = raising(1, 2, ZeroDivisionError())
+    rows = llm.generate("hello", "a", params, on_token=callback)
+    assert [row.error for row in rows] == [
+        None,
+        "on_token raised ZeroDivisionError()",
+        None,
+    ]
+    assert rows[::2] == want[::2]
+
+
+def test_a_callback_that_raises_in_a_chat(llm, together):
+    [row] = llm.chat(
+        [{"role": "user", "content": "hello"}],
+        "a",
+        GREEDY,
+        template="<s>{{ messages[0].content }}",
+        on_token=raising(0, 1, RuntimeError("stop it")),
+    )
+    assert row.error == "on_token raised RuntimeError('stop it')"
+    assert row.prompt_token_ids == together[0].prompt_token_ids
+
+
+def test_an_interrupt_in_a_callback_ends_the_call(llm, together):
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(
+            PROMPTS, ADAPTERS, GREEDY, on_token=raising(3, 2, KeyboardInterrupt())
+        )
     assert llm.generate(PROMPTS, ADAPTERS, GREEDY) == together
 
 
@@ -174,6 +242,19 @@ def test_warm_up_compiles_everything(llm, together, monkeypatch, compiles):
             rows = llm.generate(PROMPTS[:count], ADAPTERS[:count], GREEDY)
             assert rows == together[:count]
     assert compiles.count == 0
+
+
+def test_warm_up_shows_every_program(llm, monkeypatch, capsys):
+    monkeypatch.setattr(llm._loop, "_buckets", Buckets(max_seqs=1, max_rows=8))
+    monkeypatch.setenv("COLUMNS", "500")
+    llm._loop.warm_up(progress=True)
+    shown = capsys.readouterr().err
+    table = [line.split("│")[1:3] for line in shown.splitlines() if "│" in line]
+    names = [name.strip() for name, _ in table]
+    assert {"decode[1]", "prefill[8 rows, 1 seqs]", "draw[1]", "set_slot"} <= {*names}
+    assert {*llm.programs} == {*names}
+    # The two steps, and the rest together.
+    assert len([float(seconds) for _, seconds in table if seconds.strip()]) == 3
 
 
 def test_what_is_compiled_ahead_is_what_runs(checkpoint, compiles):

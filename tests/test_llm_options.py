@@ -1,14 +1,19 @@
 """A checkpoint with everything beside its weights, served within limits of memory."""
 
+import dataclasses
 import json
+import os
 import re
 import shutil
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 import punica_jax as pj
 from punica_jax import models
 from punica_jax.model_dir import ModelDir
+from tests import tiny_checkpoint as tiny
 
 GREEDY = pj.SamplingParams(max_new_tokens=1)  # prefill programs alone
 USER = {"role": "user", "content": "hello"}
@@ -26,18 +31,19 @@ def limited(checkpoint, tmp_path_factory):
     (path / "chat_template.jinja").write_text("{{ bos_token }}" + template)
     tokens = {"bos_token": {"content": "<s>"}}
     (path / "tokenizer_config.json").write_text(json.dumps(tokens))
-    return pj.LLM(
-        path,
-        {"b": checkpoint / "b"},
-        max_seats=4,
-        max_model_len=32,
-        num_slots=3,
-        max_rank=32,
-        page_size=16,
-        kv_memory=3 * KV_PAGE,
-        adapter_memory=2 * RANK_PAGE_BYTES + 1000,
-        progress=False,
-    )
+    with pytest.warns(UserWarning, match="changes transformers' tokens: num_beams$"):
+        return pj.LLM(
+            path,
+            {"b": checkpoint / "b"},
+            max_seats=4,
+            max_model_len=32,
+            num_slots=3,
+            max_rank=32,
+            page_size=16,
+            kv_memory=3 * KV_PAGE,
+            adapter_memory=2 * RANK_PAGE_BYTES + 1000,
+            progress=False,
+        )
 
 
 def test_sequences_wait_for_pages(limited, llm):
@@ -99,8 +105,8 @@ def test_print_as_it_is_now(limited, llm, checkpoint, monkeypatch):
     assert lines[7] == "  sampling  max_new_tokens=9, temperature=0.5, top_k=3"
     assert lines[8].endswith("what is not supported: num_beams")
     assert re.fullmatch(
-        r"  workspace [\d.]+ MiB at most for a step, [\d.]+ KiB for the seats' "
-        "sampling",
+        r"  workspace [\d.]+ MiB at most for a step, [\d.]+ KiB for adapters on their "
+        r"way, [\d.]+ KiB for the seats' sampling",
         lines[9],
     )
     assert repr(limited.adapters) == "mappingproxy(AdapterTable(['b']))"
@@ -109,6 +115,27 @@ def test_print_as_it_is_now(limited, llm, checkpoint, monkeypatch):
         assert r"    'two\nlines': slot 3, rank 8, " in str(llm)
     finally:
         llm.unload_adapter("two\nlines")
+
+
+def test_generation_fields_that_are_not_supported_are_a_warning(checkpoint, tmp_path):
+    path = shutil.copytree(checkpoint / "model", tmp_path / "m")
+    file = path / "generation_config.json"
+    # Bookkeeping, and what does nothing as it is; warnings are errors here.
+    harmless = {"transformers_version": "5.0", "_from_model_config": True}
+    harmless |= {"pad_token_id": 0, "use_cache": True, "num_beams": 1, "typical_p": 0.9}
+    file.write_text(json.dumps(harmless))
+    pj.LLM(path, max_seats=1, progress=False)
+    fields = {"num_beams": 4, "no_repeat_ngram_size": 3, "suppress_tokens": [7]}
+    file.write_text(json.dumps(harmless | fields | {"do_sample": True}))
+    with pytest.warns(UserWarning) as caught:
+        pj.LLM(path, max_seats=1, progress=False)
+    (warning,) = caught
+    assert str(warning.message) == (
+        "generation_config.json of m has what is not supported here, and changes "
+        "transformers' tokens: no_repeat_ngram_size, num_beams, suppress_tokens, "
+        "typical_p"
+    )
+    assert Path(warning.filename) == Path(__file__)
 
 
 def test_config_is_read_once(checkpoint, monkeypatch):
@@ -149,6 +176,12 @@ def no_weights(checkpoint, tmp_path):
         ({"m": "model"}, "model: the directory holds no adapter_config.json"),
         ({"m": "bare"}, "bare: the directory holds no adapter_model.safetensors"),
         ({"m": "dora"}, "dora: adapter_config.json asks for what .* use_dora = True"),
+        ({"m": "wide"}, "wide: these tensors have the wrong shape"),
+        (
+            {"m": "deep"},
+            r"deep: these tensors fit no module of .* layers 0 to 1 .*\.2\.",
+        ),
+        ({"m": "short"}, "short: .*not a complete safetensors file .* Copy or downl"),
     ],
 )
 def test_first_adapters(no_weights, checkpoint, tmp_path, adapters, message):
@@ -157,9 +190,16 @@ def test_first_adapters(no_weights, checkpoint, tmp_path, adapters, message):
         (tmp_path / name).mkdir()
         text = json.dumps(fields | more)
         (tmp_path / name / "adapter_config.json").write_text(text)
+    for name, layer, hidden_size in (("wide", 0, 48), ("deep", 2, 32)):
+        base = dataclasses.replace(tiny.CONFIG, num_layers=3, hidden_size=hidden_size)
+        pair = np.ones((4, hidden_size)), np.ones((32, 4))
+        models.save_adapter(tmp_path / name, base, {(layer, "q_proj"): pair})
+    short = shutil.copytree(checkpoint / "a", tmp_path / "short")
+    os.truncate(short / "adapter_model.safetensors", 999)
+    made = ("bare", "dora", "wide", "deep", "short")
     if isinstance(adapters, dict):
-        for folder in ("a", "b", "c", "d", "model", "bare", "dora"):
-            root = tmp_path if folder in ("bare", "dora") else checkpoint
+        for folder in ("a", "b", "c", "d", "model", *made):
+            root = tmp_path if folder in made else checkpoint
             adapters = {
                 name: root / folder if path == folder else path
                 for name, path in adapters.items()
@@ -191,18 +231,54 @@ def test_not_a_model(checkpoint, tmp_path):
         pj.LLM(model)
 
 
+HUB = "models--org--chat/snapshots/0"
+
+
 @pytest.mark.parametrize(
-    ("fields", "folder", "published", "name"),
+    ("folder", "field", "names"),
     [
-        ({"_name_or_path": "org/base"}, "mine", "org/base", "org/base"),
-        ({"_name_or_path": "/tmp/base"}, "mine", None, "mine"),
-        ({"_name_or_path": "./base"}, "mine", None, "mine"),
-        ({"_name_or_path": ""}, "mine", None, "mine"),
-        ({}, "models--org--base/snapshots/0", "org/base", "org/base"),
+        ("mine", None, ["mine"]),
+        ("mine", "", ["mine"]),
+        ("mine", "org/base", ["org/base", "mine"]),
+        ("mine", "/tmp/base", ["mine", "/tmp/base"]),
+        ("mine", "./base", ["mine", "./base"]),
+        (HUB, None, ["org/chat", "0"]),
+        (HUB, "org/base", ["org/chat", "org/base", "0"]),
     ],
 )
-def test_what_a_model_is_called(tmp_path, fields, folder, published, name):
+def test_what_a_model_is_called(tmp_path, folder, field, names):
     (tmp_path / folder).mkdir(parents=True)
-    (tmp_path / folder / "config.json").write_text(json.dumps(fields))
-    files = ModelDir(tmp_path / folder)
-    assert (files.published_name, files.model_name) == (published, name)
+    (tmp_path / folder / "config.json").write_text(json.dumps({"_name_or_path": field}))
+    assert ModelDir(tmp_path / folder).model_names == tuple(names)
+
+
+@pytest.mark.parametrize(
+    ("folder", "field", "silent", "warned"),
+    [
+        ("Chat", None, ["org/chat", "/home/me/chat"], ["org/base"]),
+        ("mine", "org/base", ["org/base", "them/base", "mine"], ["org/chat"]),
+        (HUB, "org/base", ["org/chat", "org/base"], ["org/larger", "org/0.5"]),
+    ],
+)
+def test_adapters_that_name_their_base(
+    checkpoint, tmp_path, folder, field, silent, warned
+):
+    """The hub's id, the config's field or the folder's name; warnings are errors."""
+    model = shutil.copytree(checkpoint / "model", tmp_path / folder)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"_name_or_path": field}))
+    path = shutil.copytree(checkpoint / "a", tmp_path / "adapter")
+    fields = json.loads((path / "adapter_config.json").read_text())
+    llm = pj.LLM(model, max_seats=1, progress=False)
+    assert str(llm).startswith(f"LLM {ModelDir(model).model_names[0]}\n")
+
+    def load(base):
+        text = json.dumps(fields | {"base_model_name_or_path": base})
+        (path / "adapter_config.json").write_text(text)
+        llm.load_adapter("x", path)
+
+    for base in silent:
+        load(base)
+    for base in warned:
+        with pytest.warns(UserWarning, match=f"was trained on '{base}', the base mod"):
+            load(base)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from punica_jax.logprobs import largest, token_logprobs
+from punica_jax.logprobs import Logprobs, largest, token_logprobs
 from punica_jax.request import MAX_LOGPROBS, TokenLogprobs
 
 
@@ -49,7 +49,8 @@ def test_against_float64():
     logits[2, ::2] = -np.inf
     logits[3] = np.round(logits[3])
     tokens = np.array([3, 999, 1, 7, 500], np.int32)
-    result = jax.tree.map(np.asarray, jax.jit(token_logprobs)(logits, tokens))
+    packed = jax.jit(lambda *of: token_logprobs(*of).pack())(logits, tokens)
+    result = Logprobs.unpack(np.asarray(packed))
     wide = logits.astype(np.float64)
     exact = wide - wide.max(1, keepdims=True)
     exact -= np.log(np.exp(exact).sum(1, keepdims=True))

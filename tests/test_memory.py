@@ -17,10 +17,11 @@ from punica_jax.memory import (
     default_device,
     default_dtype,
 )
-from punica_jax.models import KvCache, Llama, LoraPools
+from punica_jax.models import KvCache, Llama, LoraPools, read_adapter
 from punica_jax.sizes import Sizes
 from punica_jax.step import run_step
 from punica_jax.workspace import workspace_bytes
+from tests.engine_cases import files, make_engine
 from tests.tiny_checkpoint import CONFIG
 
 SIZES = Sizes(max_model_len=100, max_seats=4, num_slots=3, max_rank=20, page_size=16)
@@ -37,13 +38,45 @@ def nbytes(tree):
     return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
 
 
-def test_the_plan_is_what_is_taken(llm):
-    runner = llm._runner
-    assert llm._base.plan.weight_bytes == nbytes(runner._weights)
-    assert llm._base.plan.kv_bytes == nbytes(runner._cache)
-    assert llm._base.plan.adapter_bytes == nbytes(runner.adapters.pools)
-    assert llm._base.plan.seat_bytes == nbytes((runner._seats, runner._counts))
-    assert llm._base.plan.num_params == sum(leaf.size for leaf in runner._weights)
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory):
+    with make_engine(files(tmp_path_factory), warm_up=False) as engine:
+        yield engine
+
+
+@pytest.mark.parametrize(("served_by", "num_staged"), [("llm", 1), ("engine", 3)])
+def test_the_plan_is_what_is_taken(served_by, num_staged, checkpoint, request):
+    served = request.getfixturevalue(served_by)
+    runner, plan = served._runner, served._base.plan
+    assert plan.weight_bytes == nbytes(runner._weights)
+    assert plan.kv_bytes == nbytes(runner._cache)
+    assert plan.adapter_bytes == nbytes(runner.adapters.pools)
+    assert plan.seat_bytes == nbytes((runner._seats, runner._counts))
+    assert plan.num_params == sum(leaf.size for leaf in runner._weights)
+    largest = read_adapter(checkpoint / "c", CONFIG, dtype="float32")
+    assert largest.rank == plan.sizes.max_rank
+    staged = runner.adapters.stage(largest)
+    assert plan.staging_bytes == num_staged * nbytes(staged.pages)
+
+
+def test_the_plan_is_in_the_log(tmp_path_factory, caplog):
+    with caplog.at_level("INFO", "punica_jax"):
+        engine = make_engine(files(tmp_path_factory), warm_up=False)
+    engine.close()
+    plan = engine._base.plan
+    lines = {line.split()[0]: line for line in caplog.text.splitlines() if line}
+    for subject, num_bytes in {
+        "model": plan.weight_bytes,
+        "KV": plan.kv_bytes,
+        "adapters": plan.adapter_bytes,
+        "device": plan.total_bytes,
+    }.items():
+        assert bytes_text(num_bytes) in lines[subject]
+    assert lines["workspace"] == (
+        f"  workspace {bytes_text(plan.workspace_bytes)} at most for a step, "
+        f"{bytes_text(plan.staging_bytes)} for adapters on their way, "
+        f"{bytes_text(plan.seat_bytes)} for the seats' sampling"
+    )
 
 
 def test_half_as_much_in_half_precision():
@@ -163,6 +196,7 @@ def test_more_than_the_device_has():
         "weights",
         "KV cache: 7 pages of 16 tokens (7 for one sequence of max_model_len = 100)",
         "adapters: 2 rank pages (2 for one of max_rank = 20)",
+        "adapters on their way there",
         "what seats keep for sampling",
         "what a step takes at most",
         "in use already",

@@ -1,5 +1,7 @@
 """KV pages under any order of taking, sharing and giving back."""
 
+import time
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -11,35 +13,56 @@ from hypothesis.stateful import (
     rule,
 )
 
-from punica_jax.pages import KvPages
+from punica_jax.pages import KvPages, extend_digests
 
 SIZE = 2
+
+
+def digests_of(tokens):
+    digests = []
+    extend_digests(digests, tokens, SIZE)
+    return digests
+
+
+def known(pages, tokens, weights):
+    """Return the pages of the longest known prefix."""
+    digests = digests_of(tokens)
+    num_known = pages.num_known(digests, len(digests), weights)
+    return pages.find(digests, num_known, weights)
+
+
+def publish(pages, taken, tokens, weights):
+    digests = digests_of(tokens)
+    pages.publish(taken, digests, len(digests), weights)
 
 
 class PagesMachine(RuleBasedStateMachine):
     """Sequences come, are computed in chunks, share, and leave.
 
     `contents` is what a device's pages would hold: for each token its whole history.
+    Weights are versions, of which every other one is the same; each has a name of its
+    own until it is found out which it is.
     """
 
     @initialize(num_pages=st.integers(1, 12))
     def start(self, num_pages):
         self.pages = KvPages(num_pages, SIZE)
+        self.names = {version: ("version", version) for version in range(4)}
         self.contents = {}
         self.running = []
 
     @rule(
         tokens=st.lists(st.integers(0, 1), min_size=1, max_size=12),
         extra=st.integers(0, 4),
-        weights=st.integers(0, 2),
+        version=st.integers(0, 3),
     )
-    def arrive(self, tokens, extra, weights):
-        shared = self.pages.match(tokens, weights)
+    def arrive(self, tokens, extra, version):
+        shared = known(self.pages, tokens[:-1], self.names[version])
         cached = len(shared) * SIZE
         assert cached < len(tokens)
         for index in range(cached):
             slot = shared[index // SIZE], index % SIZE
-            assert self.contents[slot] == (weights, tokens[: index + 1])
+            assert self.contents[slot] == (version % 2, tokens[: index + 1])
         num_tokens = len(tokens) + extra
         needed = self.pages.num_needed(num_tokens)
         if self.pages.can_allocate(num_tokens, shared):
@@ -54,7 +77,7 @@ class PagesMachine(RuleBasedStateMachine):
                     "tokens": tokens,
                     "pages": pages,
                     "cached": cached,
-                    "weights": weights,
+                    "version": version,
                 }
             )
         else:
@@ -70,11 +93,10 @@ class PagesMachine(RuleBasedStateMachine):
         for index in range(sequence["cached"], end):
             slot = sequence["pages"][index // SIZE], index % SIZE
             history = sequence["tokens"][: index + 1]
-            self.contents[slot] = (sequence["weights"], history)
+            self.contents[slot] = (sequence["version"] % 2, history)
         sequence["cached"] = end
-        self.pages.publish(
-            sequence["pages"], sequence["tokens"][:end], sequence["weights"]
-        )
+        tokens, name = sequence["tokens"][:end], self.names[sequence["version"]]
+        publish(self.pages, sequence["pages"], tokens, name)
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
@@ -82,6 +104,21 @@ class PagesMachine(RuleBasedStateMachine):
         sequence = data.draw(st.sampled_from(self.running))
         self.running.remove(sequence)
         self.pages.free(sequence["pages"])
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def go_bad(self, data):
+        sequence = data.draw(st.sampled_from(self.running))
+        self.pages.forget(sequence["pages"])
+        for name in self.names.values():
+            found = known(self.pages, sequence["tokens"], name)
+            assert not set(found) & set(sequence["pages"])
+
+    @rule(version=st.integers(0, 3))
+    def find_out(self, version):
+        old, self.names[version] = self.names[version], ("digest", version % 2)
+        if old != self.names[version]:
+            self.pages.rename(old, self.names[version])
 
     @invariant()
     def every_page_is_in_one_place(self):
@@ -112,34 +149,79 @@ def test_more_than_there_is_cannot_be_taken():
 
 def test_the_prefix_unused_for_longest_is_forgotten_first():
     pages = KvPages(4, 2)
-    sequences = {name: [name, name, 9, 9] for name in (1, 2)}
-    for tokens in sequences.values():
+    one, two = [1, 1, 9, 9], [2, 2, 9, 9]
+    for tokens in (one, two):
         taken = pages.allocate(4)
-        pages.publish(taken, tokens, "base")
+        publish(pages, taken, tokens, "base")
         pages.free(taken)
-        assert len(pages.match([*tokens, 0], "base")) == 2
+        assert known(pages, tokens, "base") == taken
     assert pages.num_free == 4
     pages.allocate(1)
     # The end of the older one is gone, not its beginning.
-    assert len(pages.match([*sequences[1], 0], "base")) == 1
-    assert len(pages.match([*sequences[2], 0], "base")) == 2
+    assert len(known(pages, one, "base")) == 1
+    assert len(known(pages, two, "base")) == 2
     pages.allocate(1)
-    assert pages.match([*sequences[1], 0], "base") == ()
-    assert len(pages.match([*sequences[2], 0], "base")) == 2
+    assert known(pages, one, "base") == ()
+    assert len(known(pages, two, "base")) == 2
 
 
 def test_other_weights_never_match():
     pages = KvPages(4, 2)
-    taken = pages.allocate(4)
-    pages.publish(taken, [1, 2, 3, 4], ("legal", 1))
-    assert pages.match([1, 2, 3, 4, 5], ("legal", 1)) == taken
-    assert pages.match([1, 2, 3, 4, 5], ("legal", 2)) == ()
-    assert pages.match([1, 2, 3, 4, 5], None) == ()
+    taken, tokens = pages.allocate(4), [1, 2, 3, 4, 5]
+    publish(pages, taken, tokens, ("legal", 1))
+    assert known(pages, tokens, ("legal", 1)) == taken
+    assert known(pages, tokens, ("legal", 2)) == ()
+    assert known(pages, tokens, None) == ()
 
 
-def test_the_last_token_is_never_matched():
+def test_what_goes_on_from_a_bad_page_is_bad():
     pages = KvPages(4, 2)
-    taken = pages.allocate(4)
-    pages.publish(taken, [1, 2, 3, 4], None)
-    assert pages.match([1, 2, 3, 4], None) == taken[:1]
-    assert pages.match([1, 2], None) == ()
+    bad, tokens = pages.allocate(2), [1, 2, 3, 4]
+    publish(pages, bad, tokens[:2], "base")
+    longer = pages.allocate(4, bad)
+    publish(pages, longer, tokens, "base")
+    assert known(pages, tokens, "base") == longer
+    pages.forget(bad)
+    publish(pages, pages.allocate(2), tokens[:2], "base")
+    assert len(known(pages, tokens, "base")) == 1
+
+
+def test_weights_under_a_new_name_are_shared_unless_that_is_in_use():
+    pages = KvPages(4, 2)
+    first, second = pages.allocate(2), pages.allocate(2)
+    publish(pages, first, [1, 2], "version 1")
+    publish(pages, second, [3, 4], "version 2")
+    pages.rename("version 1", "digest")
+    assert known(pages, [1, 2], "digest") == first
+    assert known(pages, [1, 2], "version 1") == ()
+    pages.rename("version 2", "digest")
+    assert known(pages, [3, 4], "digest") == ()
+    pages.check_integrity()
+    for taken in (first, second):
+        pages.free(taken)
+    pages.allocate(8)
+    pages.check_integrity()
+
+
+def test_a_page_stands_for_all_tokens_up_to_its_end():
+    digests = digests_of([1, 2, 3, 4, 5])
+    assert len(digests) == 2
+    assert digests_of([1, 2, 3, 4]) == digests
+    assert digests_of([2, 2, 3, 4])[1] != digests[1]
+    # Nor do two tokens' bytes run into each other.
+    assert digests_of([1, 0]) != digests_of([0, 1]) != digests_of([256, 0])
+    grown = digests_of([1, 2, 3])
+    extend_digests(grown, [1, 2, 3, 4, 5], SIZE)
+    assert grown == digests
+
+
+def test_many_kept_pages_are_pushed_out_quickly():
+    """The first key of a dict whose first keys are gone takes long to find."""
+    num_pages = 100_000
+    pages = KvPages(num_pages, SIZE)
+    taken = pages.allocate(num_pages * SIZE)
+    publish(pages, taken, range(num_pages * SIZE), "base")
+    pages.free(taken)
+    start_s = time.process_time()
+    pages.allocate(num_pages * SIZE)
+    assert time.process_time() - start_s < 0.8

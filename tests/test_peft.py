@@ -56,7 +56,7 @@ def read(path, **options):
 
 
 def test_every_golden_case_is_there():
-    assert len(GOLDEN_CASES) == 9
+    assert len(GOLDEN_CASES) == 15
 
 
 @pytest.mark.parametrize("case", GOLDEN_CASES)
@@ -212,7 +212,11 @@ def test_an_adapter_name_in_the_keys_is_accepted(tmp_path):
         {"lora_dropout": 0.1, "inference_mode": False, "task_type": "SEQ_2_SEQ_LM"},
         {"init_lora_weights": "gaussian", "revision": "main", "peft_version": "9.9"},
         {"fan_in_fan_out": True, "megatron_core": "mine", "qalora_group_size": 32},
-        {"modules_to_save": [], "loftq_config": {}, "use_dora": False, "bias": None},
+        {"modules_to_save": [], "target_parameters": [], "use_dora": False},
+        {"bias": None, "init_lora_weights": None},
+        # As PEFT leaves them in a converted adapter; it heeds none.
+        {"init_lora_weights": True, "corda_config": {"corda_method": "kpm"}},
+        {"init_lora_weights": True, "loftq_config": {"loftq_bits": 4}},
         {"a_future_switch": False, "a_future_config": None},
         {"layers_pattern": "", "layers_to_transform": [], "exclude_modules": None},
     ],
@@ -280,19 +284,29 @@ def test_what_overflows_the_dtype_becomes_infinite(tmp_path):
     assert np.isinf(adapter.page("qkv", 0)[1]).any()
 
 
-def test_the_rank_before_the_weights(tmp_path):
-    patterns = {"rank_pattern": {"layers.1.self_attn.v_proj": 12, "o_proj": 99}}
-    path = write_peft(tmp_path / "a", **patterns)  # o has no LoRA
-    (path / "adapter_model.safetensors").write_bytes(b"not read")
-    assert read_rank(path, CONFIG) == 12
-    assert read_rank(write_peft(tmp_path / "b"), CONFIG) == 4
-    assert read_rank(write_peft(tmp_path / "c", target_modules=[]), CONFIG) == 0
-    (path / "adapter_model.safetensors").unlink()
-    with pytest.raises(AdapterError, match=f"^adapter {path}: the directory holds no"):
-        read_rank(path, CONFIG)
+def test_the_rank_and_all_checks_before_the_weights(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "preadv", None)  # that reads weights
+    tensors = peft_names(random_factors({(0, Q): 4, (1, Q): 12, (2, Q): 4}))
+    fields = {"rank_pattern": {"layers.1.self_attn.q_proj": 12, "o_proj": 99}}
+    path = write_peft(tmp_path, tensors, target_modules=["q_proj"], **fields)
+    assert read_rank(path, CONFIG) == 12  # o has no LoRA
+
+    def refusal(**changes):
+        with pytest.raises(AdapterError) as caught:
+            read_rank(path, dataclasses.replace(CONFIG, **changes))
+        assert str(caught.value).startswith(f"adapter {path}: ")
+        return str(caught.value).removeprefix(f"adapter {path}: ")
+
+    assert refusal(num_layers=2).startswith("these tensors fit no module of the base")
+    assert refusal(num_layers=4).endswith("the file lacks: model.layers.3." + Q)
+    assert refusal(hidden_size=32).startswith("these tensors have the wrong shape")
+    weights = path / "adapter_model.safetensors"
+    os.truncate(weights, weights.stat().st_size - 1)
+    assert "not a complete safetensors file" in refusal()
+    weights.unlink()
+    assert refusal() == "the directory holds no adapter_model.safetensors"
     (path / "adapter_config.json").write_text("[" * 10**6)
-    with pytest.raises(AdapterError, match=r"config.json is not readable JSON"):
-        read_rank(path, CONFIG)
+    assert refusal().startswith("adapter_config.json is not readable JSON")
 
 
 # --- base names -----------------------------------------------------------------------
@@ -305,14 +319,22 @@ def test_another_base_name_is_a_warning(tmp_path):
         "the base model is '/models/Llama-3.1-8B'"
     )
     with pytest.warns(UserWarning, match=re.escape(text)) as caught:
-        read(tmp_path, base_name="/models/Llama-3.1-8B")
+        read(tmp_path, base_names=["/models/Llama-3.1-8B", "Llama-3.1"])
     assert Path(caught[0].filename).name == "test_peft.py"
 
 
-@pytest.mark.parametrize("base_name", [None, "/local/copy/Llama-2-7b-hf/"])
-def test_the_same_base_elsewhere_is_no_warning(tmp_path, base_name):
+@pytest.mark.parametrize(
+    "base_names",
+    [
+        [],
+        ["/local/copy/Llama-2-7b-hf/"],
+        ["org/chat", "Meta-Llama/llama-2-7B-HF"],
+        ["org/chat", "org/base", "llama-2-7b-hf"],
+    ],
+)
+def test_the_same_base_elsewhere_is_no_warning(tmp_path, base_names):
     write_peft(tmp_path, base_model_name_or_path="meta-llama/Llama-2-7b-hf")
-    read(tmp_path, base_name=base_name)  # warnings are errors here
+    read(tmp_path, base_names=base_names)  # warnings are errors here
 
 
 # --- what is written ------------------------------------------------------------------

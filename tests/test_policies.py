@@ -28,9 +28,13 @@ POLICIES = {
 }
 
 
+class _Sequence(SimpleNamespace):
+    __hash__ = object.__hash__
+
+
 def make(arrival: int, num_tokens: int = 4, arrived_s: float = 0.0, **terms) -> Any:
     """Make as much of a sequence as a policy looks at."""
-    return SimpleNamespace(
+    return _Sequence(
         arrival=arrival,
         arrived_s=arrived_s,
         tokens=range(num_tokens),
@@ -41,7 +45,7 @@ def make(arrival: int, num_tokens: int = 4, arrived_s: float = 0.0, **terms) -> 
 def serve(policy, sequence, rows=None):
     """Let the policy see what the scheduler shows it of one that is seated."""
     policy.remove(sequence)
-    policy.charge(sequence, len(sequence.tokens) if rows is None else rows)
+    policy.charge({sequence: len(sequence.tokens) if rows is None else rows})
 
 
 class PolicyMachine(RuleBasedStateMachine):
@@ -92,7 +96,7 @@ class PolicyMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.running)
     @rule(data=st.data())
     def decode(self, data):
-        self.policy.charge(data.draw(st.sampled_from(self.running)), 1)
+        self.policy.charge({data.draw(st.sampled_from(self.running)): 1})
 
     @invariant()
     def all_that_wait_are_walked_once(self):
@@ -106,6 +110,8 @@ class PolicyMachine(RuleBasedStateMachine):
         def first_come(sequence):
             return -sequence.terms.priority, sequence.arrival
 
+        priorities = [sequence.terms.priority for sequence in walked]
+        assert priorities == sorted(priorities, reverse=True)
         if self.name == "first_come":
             assert walked == sorted(self.waiting, key=first_come)
         if self.name == "latency":
@@ -227,7 +233,7 @@ class TestFairShare:
         def arrive(tenant):
             num_prompt, num_new = sizes[tenant]
             prompt = [rng.randrange(1, 7) for _ in range(num_prompt)]
-            return make_sequence(prompt, None, num_new, tenant=tenant)
+            return make_sequence(prompt, None, num_new, page_size=4, tenant=tenant)
 
         for tenant in weights:
             simulation.add(*(arrive(tenant) for _ in range(20)))
@@ -279,17 +285,40 @@ class TestFairShare:
         policy.remove(long)
         for _ in range(100):
             policy.remove(steady := next(iter(policy)))
-            policy.charge(steady, 10)
-            # A newcomer, at which all is forgotten that is below the least.
+            policy.charge({steady: 10, long: 3})
+            # Newcomers, at which counts are forgotten that are below the clock.
             policy.add(new := make(next(numbers), 10, tenant=f"{next(numbers)}"))
             policy.remove(new)
-            policy.charge(long, 3)
-        assert policy._served["long"] >= 1000
-        policy.add(make(next(numbers), 10, tenant="long"))
-        assert [s.terms.tenant for s in policy].index("long") in (0, 1)
-        policy.charge(long, 300)
-        # 300 rows more are 30 requests of the others.
-        assert 30 <= [s.terms.tenant for s in policy].index("long") <= 32
+        assert len(policy._served) < 10
+        # It had less than its share, and saves up nothing: it is as far as `steady`.
+        policy.add(late := make(next(numbers), 10, tenant="long"))
+        assert policy._served["long"] == policy._served["steady"]
+        policy.remove(late)
+        policy.charge({long: 1000})
+        policy.add(late)
+        assert policy._served["long"] >= policy._clock + 500
+        behind = (policy._served["long"] - policy._served["steady"]) / 10
+        index = [s.terms.tenant for s in policy].index("long")
+        assert behind <= index <= behind + 1
+
+    def test_who_uses_what_others_leave_owes_nothing_for_it(self):
+        policy = FairShare()
+        numbers = iter(range(100_000))
+        running = make(next(numbers), 10, tenant="light")
+        seated = Counter()
+
+        def go(steps, tenants):
+            for _ in range(steps):
+                for tenant in tenants:
+                    policy.add(make(next(numbers), 10, tenant=tenant))
+                policy.remove(first := next(iter(policy)))
+                policy.charge({first: 10, running: 1})
+                seated[first.terms.tenant] += 1
+
+        go(500, ["busy"] * 2)
+        seated.clear()
+        go(100, ["busy", "new"])
+        assert abs(seated["busy"] - seated["new"]) <= 1
 
     @pytest.mark.parametrize(
         ("weights", "expected"), [({}, "abcabcabc"), ({"b": 2.0}, "abcbabcb")]
@@ -314,6 +343,45 @@ class TestFairShare:
             policy.add(make(next(numbers), 10, tenant="steady"))
             most = max(most, len(policy._served))
         assert most < 10
+
+    @pytest.mark.parametrize("weight", [1.0, 3.0])
+    @pytest.mark.parametrize("num_new", [2, 20])
+    def test_newcomers_do_not_starve_one_that_always_waits(self, weight, num_new):
+        """Each of them asks once, and never comes again."""
+        policy = FairShare({"steady": weight})
+        numbers = iter(range(100_000))
+        for _ in range(5):
+            policy.add(make(next(numbers), 10, tenant="steady"))
+        for _ in range(num_new):
+            policy.add(make(number := next(numbers), 10, tenant=f"{number}"))
+        most, num_served = 0, 0
+        for num_seated in range(1, 2001):
+            serve(policy, sequence := next(iter(policy)))
+            tenant = sequence.terms.tenant
+            num_served += tenant == "steady"
+            number = next(numbers)
+            tenant = tenant if tenant == "steady" else f"{number}"
+            policy.add(make(number, 10, tenant=tenant))
+            most = max(most, len(policy._served))
+            # Its share of what all have, but for the request of each that may be first.
+            share = weight / (weight + num_new)
+            assert abs(num_served - share * num_seated) <= 1 + weight
+        assert most <= 4 * (num_new + 2)
+
+    def test_who_comes_while_others_always_wait_is_served_in_its_turn(self):
+        policy = FairShare()
+        numbers = iter(range(100_000))
+        for tenant in "ab" * 200:
+            policy.add(make(next(numbers), 10, tenant=tenant))
+        for num_rounds in range(100):
+            policy.add(new := make(next(numbers), 10, tenant=f"new {num_rounds}"))
+            waited = 0
+            while (sequence := next(iter(policy))) is not new:
+                serve(policy, sequence)
+                waited += 1
+            serve(policy, new)
+            assert waited <= 2 * len("ab")
+            serve(policy, next(iter(policy)))
 
     @pytest.mark.parametrize("value", [0, -2.0, math.nan])
     def test_weights_are_above_0(self, value):

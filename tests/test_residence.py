@@ -18,7 +18,8 @@ from hypothesis.stateful import (
 
 from punica_jax.adapters import AdapterTable
 from punica_jax.placements import AdapterCapacityError, UnknownAdapterError
-from punica_jax.residence import AdapterResidence
+from punica_jax.residence import RETRY_S, AdapterResidence
+from punica_jax.tasks import Tasks
 from punica_jax.versions import Version
 
 HOST_BYTES = 30
@@ -133,13 +134,13 @@ class Setting:
         self.device = FakeDevice()
         self.executor = FakeExecutor()
         self.num_wakes = 0
+        self.tasks = Tasks(self.executor, wake=self._wake)
         self.residence = AdapterResidence(
             self.table,
             self.device,
-            self.executor,
+            self.tasks,
             host_bytes=host_bytes,
             num_spare=num_spare,
-            wake=self._wake,
         )
 
     def _wake(self) -> None:
@@ -148,6 +149,11 @@ class Setting:
     def add(self, name: str, host: FakeHost | None = None, **options: Any) -> Version:
         host = FakeHost(name) if host is None else host
         return self.residence.register(name, lambda: host, **options)
+
+    def wait(self) -> None:
+        """Let so much time pass that what has failed is tried again."""
+        for version in self.residence.values():
+            version.failed_s -= RETRY_S
 
     def settle(self) -> None:
         """Do all that is under way, and all that follows."""
@@ -222,6 +228,25 @@ def test_an_adapter_comes_from_disk_over_host_to_the_device(place: Setting):
     assert stats.load_s.count == 1
 
 
+def test_time_in_which_nobody_wants_it_is_not_its_loads(place: Setting):
+    version, pinned = place.add("x"), place.add("y", is_pinned=True)
+    residence = place.residence
+    assert residence.claim("x") is None
+    residence.poll()
+    assert version.asked_s is not None and pinned.asked_s is not None
+    for name in ("x", "y", "gone by now"):
+        residence.forgo(name)
+    assert version.asked_s is None and pinned.asked_s is not None
+    place.executor.finish()
+    residence.poll()
+    held = residence.claim("x")
+    residence.release(held)
+    residence.forgo("x")
+    assert version.asked_s is not None, "it is on its way and will have been loaded"
+    place.settle()
+    assert version.stats.load_s.count == pinned.stats.load_s.count == 1
+
+
 def test_what_is_not_complete_holds_no_weights_beside_the_host(place: Setting):
     """A report that nobody measured has the weights: it goes with them."""
     residence = place.residence
@@ -242,25 +267,28 @@ def test_what_is_not_complete_holds_no_weights_beside_the_host(place: Setting):
     assert b.report.is_complete
 
 
-def test_no_file_is_read_while_too_many_digests_are_missing():
-    """Each of them keeps its weights, budget or not."""
-    place = Setting(num_slots=12)
+@pytest.mark.parametrize("host_bytes", [0, 30, 300])
+def test_digests_hold_up_files_only_where_host_memory_is_full(host_bytes: int):
+    """Whose digest is missing keeps its weights, budget or not."""
+    place = Setting(host_bytes, num_slots=50)
     residence = place.residence
-    for n in range(9):
+    most = host_bytes // 10 + 1
+    for n in range(most + 1):
         place.add(f"a{n}", FakeHost(f"a{n}", (0, 0)))
         for _ in range(2):  # its file, its copy; its digest is not computed
-            if residence.claim(f"a{n}") is None and n == 8:
-                assert len(place.executor.waiting) == 8
+            if residence.claim(f"a{n}") is None and n == most:
+                assert len(place.executor.waiting) == most
                 break
             place.executor.finish(-1)
             residence.poll()
-    place.executor.finish()
+    last = residence[f"a{most}"]
+    assert not residence.lacks_room(last.name), "it will come"
+    place.executor.finish()  # a digest
     residence.poll()
-    assert residence.host_bytes == 70
-    residence.claim("a8")
-    assert len(place.executor.waiting) == 8  # seven digests and a file
+    residence.claim(last.name)
+    assert len(place.executor.waiting) == most  # all digests but one, and a file
     place.settle()
-    assert residence["a8"].tier == "host" and residence.host_bytes == HOST_BYTES
+    assert last.tier == "host" and residence.host_bytes <= max(host_bytes, 10)
 
 
 def test_what_is_displaced_comes_back_while_its_digest_is_computed(place: Setting):
@@ -383,10 +411,59 @@ def test_a_pinned_one_waits_for_room(place: Setting):
     held = [place.hold(name) for name in "abc" if place.add(name)]
     place.add("d", is_pinned=True)
     place.settle()
-    assert place.residence["d"].tier == "host"
+    assert place.residence["d"].tier == "disk", "it is not even read"
     place.residence.release(held[1])
     place.settle()
     assert place.residence["d"].ready
+
+
+def test_pins_without_room_cost_nothing(monkeypatch: pytest.MonkeyPatch):
+    """Neither reading nor looking, until there may be room; and little then."""
+    place = Setting(host_bytes=10_000)
+    residence = place.residence
+    looks: list[Any] = []
+
+    def watch(owner: Any, name: str) -> None:
+        look = getattr(owner, name)
+        monkeypatch.setattr(
+            owner, name, lambda *args, **kw: looks.append(name) or look(*args, **kw)
+        )
+
+    watch(place.table, "would_fit")
+    watch(place.tasks, "is_moving")
+    place.add("held")
+    held = place.hold("held")
+    for n in range(500):
+        place.add(f"p{n}", is_pinned=True)
+    residence.poll()
+    assert len(place.executor.waiting) == 4
+    place.settle()
+    assert [one.name for one in residence.values() if one.ready] == ["held", "p0", "p1"]
+    assert sum(one.stats.num_reads for one in residence.values()) < 10
+    looks.clear()
+    for _ in range(10):  # steps, in which nobody comes or goes
+        residence.poll()
+    assert not looks and not place.executor.waiting
+    residence.claim("held")
+    residence.release(held)  # another one that uses it has ended
+    residence.poll()
+    assert 0 < len(looks) < 10 and not place.executor.waiting
+    residence.release(held)
+    place.settle()
+    assert [one.name for one in residence.values() if one.ready] == ["p0", "p1", "p2"]
+
+
+def test_a_large_pin_does_not_hold_up_small_ones(place: Setting):
+    """Those that need as much as one that waits are not tried, nor read again."""
+    for name in "abc":
+        place.add(name, FakeHost(name, (4, 0)), is_pinned=True)
+    place.add("small", FakeHost("small", (2, 0)), is_pinned=True)
+    place.settle()
+    assert [one.ready for one in place.residence.values()] == [True, False, False, True]
+    place.residence.pin("a", False)
+    place.settle()
+    assert [one.ready for one in place.residence.values()] == [False, True, False, True]
+    assert [one.stats.num_reads for one in place.residence.values()] == [1] * 4
 
 
 def test_pins_that_leave_no_room_are_told():
@@ -399,7 +476,7 @@ def test_pins_that_leave_no_room_are_told():
     d = place.residence["d"]
     place.residence.pin("d")  # there is no room for it either: it waits
     place.settle()
-    assert d.tier == "host" and d.error is None
+    assert d.tier == "disk" and d.error is None
     place.residence.pin("a", False)
     assert place.use("c").ready, "nothing of the refusal is left"
     place.settle()
@@ -449,6 +526,7 @@ def test_a_pinned_one_that_was_not_copied_comes_when_it_is_asked_for(place: Sett
     assert str(version.error) == "adapter 'x' cannot be loaded: the device is full"
     assert version.tier == "disk" and version.stats.num_load_failures == 1
     version.read = lambda: FakeHost("another file")
+    place.wait()
     assert residence.claim("x") is None  # its file is being read; nobody comes again
     place.settle()
     assert version.ready and version.error is None
@@ -577,24 +655,39 @@ def test_what_nobody_awaits_any_more_may_be_cancelled(place: Setting):
     [
         (ValueError("its file is broken"), "^its file is broken$"),
         (OSError("no such disk"), "^adapter 'x' cannot be loaded: no such disk$"),
+        (MemoryError("too much"), "^adapter 'x' cannot be loaded: too much$"),
     ],
 )
-def test_files_that_cannot_be_read(place: Setting, error: Exception, text: str):
+@pytest.mark.parametrize("is_told", [False, True])
+def test_files_that_cannot_be_read(
+    place: Setting, error: Exception, text: str, is_told: bool
+):
     def read() -> FakeHost:
         raise error
 
     version = place.residence.register("x", read)
     assert place.residence.claim("x") is None
     place.settle()
-    for _ in range(2):
+    for _ in range(2):  # those that wait, and a flood of others
         with pytest.raises(ValueError, match=text):
             place.residence.claim("x")
+        assert not place.executor.waiting, "nobody has looked again so soon"
     with pytest.raises(ValueError, match=text):
         version.loaded.result(0)
     assert version.stats.num_load_failures == 1
-    # Mended and registered again.
-    mended = place.add("x")
-    assert version.gone.done() and place.use("x") is mended
+    if is_told:  # registered again: at once
+        mended = place.add("x")
+        assert version.gone.done() and place.use("x") is mended
+        return
+    place.wait()
+    assert place.residence.claim("x") is None, "it is read again"
+    place.settle()
+    with pytest.raises(ValueError, match=text):
+        place.residence.claim("x")
+    assert version.stats.num_load_failures == 2
+    version.read = lambda: FakeHost("mended")
+    place.wait()
+    assert place.use("x") is version and version.error is None
 
 
 def test_what_cannot_be_copied(place: Setting):
@@ -612,6 +705,7 @@ def test_what_cannot_be_copied(place: Setting):
     place.residence.release(held)
     assert version.tier == "disk" and place.residence.num_on_device == 0
     # There may be room for it later.
+    place.wait()
     assert place.use("x") is version and version.error is None
 
 
@@ -637,6 +731,7 @@ def test_what_is_too_large_for_the_device(
     if not is_pinned:
         assert place.residence.claim("x") is None
     place.settle()
+    place.wait()  # in vain
     with pytest.raises(AdapterCapacityError, match=text):
         place.residence.claim("x")
     with pytest.raises(AdapterCapacityError, match=text):
@@ -658,8 +753,10 @@ def test_weights_that_are_not_finite(place: Setting):
         "(allow_nan=True takes them all the same)"
     )
     assert held.verify() is error
+    assert version.stats.num_load_failures == 1
     place.residence.release(held)
     assert place.residence.num_on_device == 0
+    place.wait()  # in vain
     with pytest.raises(ValueError, match="NaN or infinite"):
         place.residence.claim("x")
     place.add("x", bad, allow_nan=True)
@@ -751,7 +848,7 @@ def test_an_end_leaves_nobody_waiting(place: Setting):
     place.hold("used")
     place.residence.unregister("used")
     candidate = place.residence.prepare("new", lambda: FakeHost("new"))
-    place.residence.give_up(RuntimeError("it is over"))
+    place.residence.give_up(lambda: RuntimeError("it is over"))
     for version in (used, candidate, place.residence["read"]):
         with pytest.raises(RuntimeError, match="it is over"):
             version.gone.result(0)
@@ -903,6 +1000,7 @@ class AnySequence(RuleBasedStateMachine):
         version = self.current.get(name)
         if version is None or (version.error and not version.is_transient):
             return
+        self.place.wait()
         for _ in range(3):
             count = len(self.held)
             self.claim(name)

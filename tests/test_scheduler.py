@@ -4,6 +4,7 @@ import random
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from hypothesis.stateful import (
 
 from punica_jax.loop import StepLoop
 from punica_jax.policies import FairShare, FirstComeFirstServed, LatencyTargets
+from punica_jax.sequence import SequenceState
 from punica_jax.sizes import Sizes
 from tests.scheduler_cases import (
     VOCAB,
@@ -96,7 +98,14 @@ class SchedulerMachine(RuleBasedStateMachine):
     def arrive(self, beginning, num_shared, rest, adapter, num_new, count, **how):
         prompt = [*beginning[:num_shared], *rest][: self.max_len - 1]
         new = [
-            make_sequence(prompt, adapter, num_new, max_len=self.max_len, **how)
+            make_sequence(
+                prompt,
+                adapter,
+                num_new,
+                max_len=self.max_len,
+                page_size=self.simulation.pages.page_size,
+                **how,
+            )
             for _ in range(count)
         ]
         self.sequences += new
@@ -262,12 +271,16 @@ class TestRows:
 
 
 class TestSeats:
-    def test_higher_priorities_sit_first_then_who_came_first(self):
-        simulation = Simulation(max_seats=1)
+    @pytest.mark.parametrize("policy", POLICIES)
+    def test_higher_priorities_sit_first_then_who_came_first(self, policy):
+        simulation = Simulation(max_seats=1, policy=policy)
         first = make_sequence([1])
         simulation.add(first)
         simulation.step()
-        others = [make_sequence([1], priority=p) for p in (0, 2, 1, 2, -1, 0)]
+        others = [
+            make_sequence([1], priority=priority, tenant=f"tenant {index}")
+            for index, priority in enumerate((0, 2, 1, 2, -1, 0))
+        ]
         simulation.add(*others)
         order = seatings(simulation)
         assert order == [first, *(others[index] for index in (1, 3, 2, 0, 5, 4))]
@@ -334,6 +347,24 @@ class TestSeats:
         for sequence in (first, second, third):
             simulation.check_tokens(sequence)
 
+    def test_pages_to_spare_save_many_from_losing_their_seats(self):
+        def serve(has_spare):
+            rng = random.Random(0)
+            simulation = Simulation(num_pages=800, max_seats=64, max_rows=128)
+            assert simulation.scheduler._num_spare == 8
+            if not has_spare:
+                simulation.scheduler._num_spare = 0
+            for _ in range(150):
+                prompt = [rng.randrange(1, VOCAB) for _ in range(rng.randint(5, 20))]
+                simulation.add(make_sequence(prompt, None, rng.randint(10, 40)))
+            simulation.run()
+            simulation.check_idle()
+            return simulation.scheduler.num_preempted, simulation.num_steps
+
+        (num_preempted, num_steps), (most_preempted, least_steps) = map(serve, (1, 0))
+        assert 0 < num_preempted < 0.8 * most_preempted
+        assert num_steps < 1.01 * least_steps
+
     def test_one_sequence_can_have_every_page(self):
         simulation = Simulation(num_pages=4, page_size=2, max_seats=3)
         whole = make_sequence([1, 2], num_new=99, max_len=8)
@@ -392,6 +423,40 @@ class TestSharing:
         assert rows_of(simulation) == {first: 3}
         simulation.step()
         assert rows_of(simulation) == {first: 1, second: 1}
+        simulation.run()
+
+    def test_who_sits_down_has_its_digests(self, monkeypatch):
+        simulation = Simulation()
+        first, second = (make_sequence([1, 2, 3, 4, 5], num_new=9) for _ in range(2))
+        simulation.add(first)
+        simulation.step()
+        simulation.add(second)
+        monkeypatch.setattr("hashlib.blake2b", None)
+        scheduled = simulation.scheduler.schedule(may_preempt=False)
+        assert dict(scheduled or ()) == {first: 1, second: 1}
+
+    def test_seats_are_kept_for_those_that_wait_for_a_page(self):
+        """Else each step would ask all who wait, and others would take their seats."""
+        simulation = Simulation(num_pages=400, max_seats=6, max_rows=100)
+        prompt = [1 + number % 5 for number in range(120)]
+        leader, *others = (make_sequence(prompt, num_new=9) for _ in range(40))
+        late = make_sequence([6, 6, 6], num_new=9)
+        simulation.add(leader, *others, late)
+        num_known, num_asked = simulation.pages.num_known, Counter()
+
+        def count(*arguments):
+            num_asked[simulation.num_steps] += 1
+            return num_known(*arguments)
+
+        simulation.pages.num_known = count
+        simulation.step()
+        assert rows_of(simulation) == {leader: 100}
+        simulation.step()
+        # Five seats are free, and rows are left.
+        assert rows_of(simulation) == {leader: 20}
+        assert num_asked[1] <= 5 + 1
+        simulation.step()
+        assert rows_of(simulation) == dict.fromkeys(others[:5], 2) | {leader: 1}
         simulation.run()
 
     def test_pages_of_other_weights_are_not_shared(self):
@@ -570,6 +635,21 @@ class TestAdapters:
             simulation.run(40)
             simulation.check_idle()
 
+    def test_who_has_adapters_is_told_when_nobody_wants_one_any_more(self):
+        adapters = FakeAdapters("az", 1)
+        simulation = Simulation(max_seats=4, adapters=adapters)
+        holder = make_sequence([1], "a", 20)
+        waiting = [make_sequence([2], "z") for _ in range(2)]
+        simulation.add(holder, *waiting, make_sequence([1], None, 1))
+        for sequence in waiting:
+            simulation.step()
+            assert adapters.forgone == []
+            simulation.cancel(sequence)
+        simulation.step()
+        assert adapters.forgone == ["z"]
+        simulation.run()
+        assert adapters.forgone == ["z", "a"]
+
     def test_a_refused_adapter_ends_its_own_requests_only(self):
         adapters = FakeAdapters("ab", 1)
         adapters.broken.add("b")
@@ -606,8 +686,9 @@ class TestAdapters:
         simulation.run()
         simulation.check_idle()
         assert faulty.finish_reason == "error" and not faulty.new_tokens
-        assert simulation.pages.match(prompt, adapters.weights_of("a")) == ()
-        assert len(simulation.pages.match(prompt, adapters.weights_of("b"))) == 2
+        num_known = simulation.pages.num_known
+        assert num_known(faulty.page_digests, 2, adapters.weights_of("a")) == 0
+        assert num_known(good.page_digests, 2, adapters.weights_of("b")) == 2
         simulation.check_tokens(good)
 
 
@@ -653,18 +734,56 @@ class TestCancelling:
         simulation.check_idle()
 
 
+SIZES = Sizes(
+    max_model_len=96,
+    max_seats=3,
+    num_slots=2,
+    max_rank=16,
+    page_size=16,
+    max_kv_pages=7,
+    max_step_rows=40,
+)
+
+
+def make_loop(adapters):
+    runner: Any = FakeRunner(SIZES.page_size, adapters)
+    return StepLoop(runner, SIZES, adapters)
+
+
+def test_deadlines_are_looked_at_one_by_one(monkeypatch):
+    loop = make_loop(FakeAdapters())
+    many = [
+        make_sequence([1, 2], page_size=16, deadline_s=3600.0 - number)
+        for number in range(50)
+    ]
+    loop.add(many)
+    loop.add([late := make_sequence([3, 4], page_size=16, deadline_s=1e-9)])
+    assert loop.step() == [late]
+    assert "deadline of 1e-09 s; 0 tokens had come" in str(late.error)
+    is_over, asked = SequenceState.is_over, []
+
+    def count(sequence):
+        asked.append(sequence)
+        return is_over.fget(sequence)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SequenceState, "is_over", property(count))
+        loop._end_late()
+    assert not asked
+    for sequence in many[:40]:
+        loop.cancel(sequence)
+    loop.step()
+    # Those that are over are not kept until their deadlines would have passed.
+    loop.add([make_sequence([5], page_size=16, deadline_s=1.0)])
+    assert len(loop._timed) <= 2 * 11
+    loop.clear()
+    assert not loop._timed
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_the_simulation_steps_as_the_loop_does(seed):
     rng = random.Random(seed)
-    sizes = Sizes(
-        max_model_len=96,
-        max_seats=3,
-        num_slots=2,
-        max_rank=16,
-        page_size=16,
-        max_kv_pages=7,
-        max_step_rows=40,
-    )
+    sizes = SIZES
 
     def make_adapters():
         return FakeAdapters("abcd", sizes.num_slots, read_steps=1, load_steps=2)
@@ -677,8 +796,7 @@ def test_the_simulation_steps_as_the_loop_does(seed):
         adapters=make_adapters(),
     )
     adapters = make_adapters()
-    runner = FakeRunner(sizes.page_size, adapters)
-    loop = StepLoop(runner, sizes, adapters)  # pyright: ignore[reportArgumentType]
+    loop = make_loop(adapters)
     schedule, scheduled = loop.scheduler.schedule, []
 
     def record(*, may_preempt):
@@ -697,6 +815,7 @@ def test_the_simulation_steps_as_the_loop_does(seed):
                 "max_len": 96,
                 "ignore_eos": rng.random() < 0.8,
                 "priority": rng.randrange(2),
+                "page_size": sizes.page_size,
             }
             pairs.append([make_sequence(prompt, name, num_new, **how) for _ in "12"])
             simulation.add(pairs[-1][0])

@@ -1,4 +1,8 @@
 import json
+from itertools import product
+from pathlib import Path
+
+import pytest
 
 from benchmarks import scheduling
 
@@ -11,19 +15,57 @@ def test_every_policy_is_timed_in_every_case(tmp_path):
     cells = [(record["policy"], record["case"]) for record in records]
     assert cells == [(p, c) for p in scheduling.POLICIES for c in scheduling.CASES]
     for record in records:
-        assert (record["running"], record["waiting"], record["tenants"]) == (3, 7, 2)
+        num_tenants = 10 if record["case"] == "tenants" else 2
+        sizes = record["running"], record["waiting"], record["tenants"]
+        assert sizes == (3, 7, num_tenants)
         assert 0 < record["schedule_ms"] <= record["step_ms"]
+        for name in ("schedule", "step"):
+            median, p90, most = (record[f"{name}{x}_ms"] for x in ("", "_p90", "_max"))
+            assert 0 < median <= p90 <= most
 
 
-def test_what_is_timed_is_a_full_house_and_a_long_queue():
-    for case in scheduling.CASES:
-        bench = scheduling.Bench(
-            case, scheduling.FirstComeFirstServed(), running=3, waiting=9
-        )
-        for _ in range(5):
-            bench.step()
-        scheduler = bench.scheduler
+def make_bench(case):
+    policy = scheduling.FirstComeFirstServed()
+    return scheduling.Bench(case, policy, running=3, waiting=9)
+
+
+@pytest.mark.parametrize("case", [c for c in scheduling.CASES if c != "shared"])
+def test_what_is_timed_is_a_full_house_and_a_long_queue(case):
+    bench = make_bench(case)
+    for _ in range(5):
+        bench.refill()
+        bench.step()
+    scheduler = bench.scheduler
+    scheduler.check_integrity()
+    assert len(scheduler.running) == 3 and scheduler.num_waiting == 9
+    scheduled = scheduler.schedule(may_preempt=True)
+    assert scheduled is not None and [rows for _, rows in scheduled] == [1] * 3
+
+
+def test_those_that_share_sit_down_as_soon_as_they_can():
+    bench = make_bench("shared")
+    scheduler = bench.scheduler
+    for _ in range(4):  # one of them is computed, and all others wait for it
+        assert scheduler.num_waiting in (8, 9)
+        bench.step()
+    for _ in range(3):
+        bench.refill()
+        num_waiting = scheduler.num_waiting
+        assert 9 <= num_waiting < 9 + 3
+        bench.step()
         scheduler.check_integrity()
-        assert len(scheduler.running) == 3 and scheduler.num_waiting == 9
-        scheduled = scheduler.schedule(may_preempt=True)
-        assert scheduled is not None and [rows for _, rows in scheduled] == [1] * 3
+        # Three had a seat, and went.
+        assert len(scheduler.running) == 3
+        assert scheduler.num_waiting == num_waiting - 3
+
+
+def test_what_was_measured_meets_its_goal():
+    path = Path(scheduling.__file__).parent / "results" / "scheduling_cpu.jsonl"
+    records = {}
+    for line in path.read_text().splitlines():
+        record = json.loads(line)
+        records[record["policy"], record["case"]] = record
+    assert records.keys() == set(product(scheduling.POLICIES, scheduling.CASES))
+    for cell, record in records.items():
+        assert (record["running"], record["waiting"]) == (256, 1000)
+        assert record["schedule_ms"] <= scheduling.GOAL_MS == 1.0, cell

@@ -98,13 +98,18 @@ def test_sequences_in_flight_share_and_give_back_when_left(llm, computed):
     assert answer(llm, "a") == first
 
 
-def test_a_failing_callback_leaves_no_page_taken(llm, computed):
+def test_a_failing_callback_leaves_known_prefixes_and_no_page_taken(llm, computed):
     def fail(index, text):
         raise ZeroDivisionError
 
-    with pytest.raises(ZeroDivisionError):
-        llm.generate([PROMPT], "a", GREEDY, on_token=fail)
-    assert answer(llm, "a") == answer(llm, "a")
+    want = answer(llm, "b")
+    [failed] = llm.generate([PROMPT], "a", GREEDY, on_token=fail)
+    assert failed.finish_reason == "error"
+    for adapter in "ab":
+        computed.clear()
+        got = answer(llm, adapter)
+        assert computed[0] == len(PROMPT) - 32
+    assert got == want
 
 
 def test_samples_of_one_prompt_compute_it_once(llm, computed):

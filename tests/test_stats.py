@@ -68,7 +68,13 @@ def test_plain_values_that_can_be_copied():
         0,
     )
     engine = EngineStats(
-        **gauges, tiers={}, nbytes={}, base=kept, adapters={"a": stats}
+        **gauges,
+        num_rank_pages={},
+        num_free_rank_pages={},
+        tiers={},
+        nbytes={},
+        base=kept,
+        adapters={"a": stats},
     )
     with pytest.raises(AttributeError):
         engine.num_waiting = 1  # pyright: ignore[reportAttributeAccessIssue]

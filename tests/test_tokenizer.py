@@ -266,6 +266,22 @@ class TestStreaming:
         again = ids + ids
         assert "".join(_stream(tokenizer, again)) == "the dog the dog"
 
+    @pytest.mark.parametrize("kind", KINDS)
+    @settings(max_examples=30, deadline=None)
+    @given(text=st.sampled_from(TEXT), cut=st.integers(0, 40))
+    def test_after_a_prompt_text_goes_on(self, kind, text, cut):
+        tokenizer = _tokenizer(kind)
+        ids = tokenizer.encode(text)
+        prompt, ids = ids[:cut], ids[cut:]
+        # It may not end inside a character; where nothing streams, nor in its bytes.
+        assume(REPLACEMENT not in tokenizer.decode(prompt))
+        last = tokenizer.token(prompt[-1]) if prompt else None
+        assume(kind != "bytes_after_fuse" or "<0x" not in (last or ""))
+        detokenizer = Detokenizer(tokenizer, prompt=prompt)
+        pieces = [*map(detokenizer.push, ids), detokenizer.finish()]
+        before = tokenizer.decode(prompt)
+        assert before + "".join(pieces) == tokenizer.decode(prompt + ids)
+
     def test_special_tokens_are_left_out(self):
         tokenizer = _tokenizer("byte_level")
         start, end = _byte_ids("byte_level", "é".encode())

@@ -104,13 +104,19 @@ def adapters_of(family: str) -> dict[str, dict[str, Any]]:
     # PEFT has no modules of its own choice for Phi-3.
     targets = {"target_modules": ["qkv_proj"]} if fused else {}
     return {
-        "few": {"target_modules": sorted({qkv, value}), "r": 4, "lora_alpha": 8},
+        "few": {
+            "target_modules": sorted({qkv, value}),
+            "r": 4,
+            "lora_alpha": 8,
+            "init_lora_weights": "orthogonal",
+        },
         "of_the_family": {"r": 5, "lora_alpha": 8, **targets},
         "all_linear": {
             "target_modules": "all-linear",
             "r": 3,
             "lora_alpha": 5,
             "use_rslora": True,
+            "init_lora_weights": "gaussian",
         },
         "patterns": {
             "target_modules": [qkv, "o_proj", "down_proj"],
@@ -130,6 +136,7 @@ def adapters_of(family: str) -> dict[str, dict[str, Any]]:
             "target_modules": rf".*\.layers\.0\..*\.({value}|{up})",
             "r": 1,
             "lora_alpha": 2,
+            "init_lora_weights": "mica",
         },
         "excluded": {
             "target_modules": list(FUSED_MODULES if fused else MODULES),

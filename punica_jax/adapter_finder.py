@@ -1,0 +1,57 @@
+"""Adapters of `adapters_dir`: an engine comes to know one when it is first named.
+
+Knows names and the engine's thread; files are the business of `adapter_sources`.
+"""
+
+from collections.abc import Callable
+
+from punica_jax.adapter_sources import AdapterSources
+from punica_jax.engine_thread import EngineThread
+from punica_jax.models import Adapter
+from punica_jax.versions import Version
+
+
+class AdapterFinder:
+    """Registers what lies in `adapters_dir`, but for what was unloaded."""
+
+    def __init__(self, sources: AdapterSources, thread: EngineThread):
+        self._sources = sources
+        self._thread = thread
+        self._residence = thread.residence
+        self._unloaded: set[str] = set()
+
+    def find(self, name: str) -> None:
+        """Look for a name that is not known; in any thread."""
+        # What registers it may be on its way: the engine's thread is who refuses it.
+        if not isinstance(name, str) or name in self._residence:
+            return
+        if name not in self._unloaded and (read := self._sources.find(name)):
+            self._thread.do(self._register, name, read)
+
+    def may_find(self, name: str) -> None:
+        """Take note that a name that was unloaded is wanted again."""
+        self._unloaded.discard(name)
+
+    async def unload(self, name: str, *, cancel: bool) -> Version:
+        """Have the thread unload an adapter, and never find it again.
+
+        Args:
+          name: the adapter's, known or to be found.
+          cancel: see `EngineThread.unload`.
+
+        Raises:
+          UnknownAdapterError: no adapter has that name.
+        """
+        self.find(name)
+        can_be_found = self._sources.find(name) is not None
+        return await self._thread.ask(self._unload, name, cancel, can_be_found)
+
+    def _unload(self, name: str, cancel: bool, can_be_found: bool) -> Version:
+        version = self._thread.unload(name, cancel)
+        if can_be_found:
+            self._unloaded.add(name)
+        return version
+
+    def _register(self, name: str, read: Callable[[], Adapter]) -> None:
+        if name not in self._residence and name not in self._unloaded:
+            self._residence.register(name, read)

@@ -1,0 +1,92 @@
+"""What other threads do for adapters: read files, copy to the device, examine.
+
+Plain Python: knows that there is work for a version; what it is, and what follows from
+it, is `residence`.
+"""
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterator, KeysView
+from concurrent.futures import Executor, Future
+from typing import Any, Literal, TypeAlias
+
+from punica_jax.versions import Version
+
+Kind: TypeAlias = Literal["read", "stage", "examine"]
+
+
+class Tasks:
+    """Work under way, at most one of each kind for a version."""
+
+    def __init__(
+        self,
+        reader: Executor,
+        *,
+        copier: Executor | None = None,
+        examiner: Executor | None = None,
+        wake: Callable[[], None] = lambda: None,
+    ):
+        """Begin with none.
+
+        Args:
+          reader: runs what takes time, in other threads.
+          copier: runs the copies to the device, where files must not hold them up.
+          examiner: computes digests and reports, which must not hold up files.
+          wake: called, in any thread, when there is something to take.
+        """
+        self._executors: dict[Kind, Executor] = {
+            "read": reader,
+            "stage": copier or reader,
+            "examine": examiner or reader,
+        }
+        self._wake = wake
+        self._futures: dict[Kind, dict[Version, Future[Any]]]
+        self._futures = {kind: {} for kind in self._executors}
+        self._done: deque[tuple[Version, Kind]] = deque()  # as they end, in any thread
+
+    def __len__(self) -> int:
+        return sum(map(len, self._futures.values()))
+
+    def of(self, kind: Kind) -> KeysView[Version]:
+        """Return the versions for which there is work of a kind."""
+        return self._futures[kind].keys()
+
+    @property
+    def versions(self) -> set[Version]:
+        """Those for which there is any."""
+        return set(itertools.chain(*self._futures.values()))
+
+    def is_moving(self, version: Version) -> bool:
+        """Tell whether a version is on its way to host memory or to the device."""
+        return version in self.of("read") or version in self.of("stage")
+
+    def start(self, version: Version, kind: Kind, work: Callable[[], Any]) -> None:
+        """Have a thread do something."""
+
+        def note(_: Future[Any]) -> None:
+            self._done.append((version, kind))
+            self._wake()
+
+        future = self._executors[kind].submit(work)
+        self._futures[kind][version] = future
+        future.add_done_callback(note)
+
+    def take(self) -> Iterator[tuple[Version, Kind, Future[Any]]]:
+        """Yield what is done, and forget it; of copies one alone.
+
+        What writes a copied adapter to its pages would hold up the next step.
+        """
+        num_copied = 0
+        for _ in range(len(self._done)):
+            version, kind = self._done.popleft()
+            num_copied += kind == "stage"
+            if kind == "stage" and num_copied > 1:
+                self._done.append((version, kind))
+                self._wake()
+            else:
+                yield version, kind, self._futures[kind].pop(version)
+
+    def shutdown(self) -> None:
+        """End the threads, once they are through with what they do now."""
+        for executor in self._executors.values():
+            executor.shutdown(wait=False, cancel_futures=True)

@@ -156,11 +156,11 @@ class FairShare:
         """Let a sequence wait; see `Policy`."""
         tenant = sequence.terms.tenant
         if tenant not in self._queues:
-            self._served[tenant] = max(self._count(tenant), self._clock)
+            self._served[tenant] = max(self._served.get(tenant, 0.0), self._clock)
             self._queues[tenant] = []
             if len(self._served) > 2 * self._num_kept:
                 self._forget()
-        cost = len(sequence.tokens) / self._weight(tenant)
+        cost = len(sequence.tokens) / self._weights.get(tenant, 1.0)
         bisect.insort(self._queues[tenant], (*_place(sequence), cost, sequence))
         self._num_waiting += 1
 
@@ -181,11 +181,14 @@ class FairShare:
         for sequence, count in rows.items():
             tenant = sequence.terms.tenant
             by_tenant[tenant] = by_tenant.get(tenant, 0) + count
+        served, weight = self._served, self._weights.get
         for tenant, count in by_tenant.items():
-            self._served[tenant] = self._count(tenant) + count / self._weight(tenant)
+            before = served.get(tenant, self._clock)
+            served[tenant] = before + count / weight(tenant, 1.0)
         if rows:
             active = self._queues.keys() | by_tenant.keys()
-            self._clock += sum(by_tenant.values()) / sum(map(self._weight, active))
+            weights = sum([weight(tenant, 1.0) for tenant in active])
+            self._clock += sum(by_tenant.values()) / weights
         if self._queues:
             # Others that run may have left some of their share to those that wait.
             least = min(map(self._served.__getitem__, self._queues))
@@ -198,10 +201,11 @@ class FairShare:
         # Whoever is seated in one walk is charged after it: as if each of them got as
         # many rows as its prompt has, the walk goes to the tenant with the least.
         order: list[tuple[int, float, SequenceState]] = []
+        append = order.append  # a step walks thousands of them
         for tenant, queue in self._queues.items():
             served = self._served[tenant]
             for priority, _, cost, sequence in queue:
-                order.append((priority, served, sequence))
+                append((priority, served, sequence))
                 served += cost
         # Stable: of tenants that have as much, the one that has waited longest.
         order.sort(key=operator.itemgetter(1))
@@ -210,12 +214,6 @@ class FairShare:
 
     def __len__(self) -> int:
         return self._num_waiting
-
-    def _weight(self, tenant: str) -> float:
-        return self._weights.get(tenant, 1.0)
-
-    def _count(self, tenant: str) -> float:
-        return self._served.get(tenant, self._clock)
 
     def _forget(self) -> None:
         """Drop the counters that say no more than the clock."""

@@ -16,7 +16,6 @@ from punica_jax.request import (
     MAX_SEED,
     Completion,
     FinishReason,
-    RequestError,
     SamplingParams,
     Terms,
     TokenLogprobs,
@@ -355,6 +354,5 @@ class SequenceState:
         try:
             call(*args, **kwargs)
         except Exception as error:
-            if not isinstance(error, RequestError):  # nothing of the caller's
-                _log.exception("a request has failed")
+            _log.exception("a request has failed")  # `error` says not where
             self.fail(error)

@@ -1,5 +1,7 @@
 """What every test runs under, and the compiled things that tests share."""
 
+import itertools
+
 import jax
 import pytest
 
@@ -9,15 +11,19 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _compiled():
-    """Let go of what a file's tests compiled: a process may map only so many pieces.
+_num_tests = itertools.count(1)
 
-    XLA's CPU programs map about ten each, Linux allows 65,530 unless told otherwise,
-    and the program that gets no more ends the process.
+
+@pytest.fixture(autouse=True)
+def _compiled():
+    """Let go now and then of what tests compiled: memory is mapped in so many pieces.
+
+    XLA's CPU programs map about ten each, Linux allows a process 65,530 unless told
+    otherwise, and the compiler that gets no more ends the process.
     """
     yield
-    jax.clear_caches()
+    if next(_num_tests) % 100 == 0:
+        jax.clear_caches()
 
 
 class CompileCounter:

@@ -209,7 +209,7 @@ def assert_nothing_held(engine):
     assert residence.host_bytes <= residence._on_host.budget
     # Prefixes lie on pages that there are.
     assert len(loop.pages._prefix_of) <= NUM_KV_PAGES
-    assert len(loop.pages._roots) <= NUM_KV_PAGES
+    assert len(loop.pages._families) <= NUM_KV_PAGES
 
 
 @pytest.mark.slow

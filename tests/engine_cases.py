@@ -240,6 +240,16 @@ async def until(holds: Callable[[], bool]) -> None:
         await asyncio.sleep(0.001)
 
 
+async def export_amid(
+    engine: pj.Engine, pause: Pause
+) -> "asyncio.Task[pj.RequestState]":
+    """Ask for the request `it` amid a step, and let the step go on."""
+    asked = asyncio.create_task(engine.export("it"))
+    await until(lambda: bool(engine._thread._commands))
+    pause.go()
+    return asked
+
+
 def inside(engine: pj.Engine, look: Callable[[], _T]) -> _T:
     """Return what something in the engine's thread gives, between two steps."""
 

@@ -27,6 +27,7 @@ from tests.engine_cases import (
     assert_same,
     check_idle,
     completions,
+    export_amid,
     files,
     has_tokens,
     held,
@@ -730,9 +731,7 @@ def test_an_exported_request_goes_on_elsewhere(engine, root, kind, num_tokens):
             request = engine.generate(prompt, adapter, sampling, request_id="it")
             answer = asyncio.create_task(completions(request, seen))
             await pause.reached()
-            asked = asyncio.create_task(engine.export("it"))
-            await until(lambda: bool(engine._thread._commands))
-            pause.go()
+            asked = await export_amid(engine, pause)
             state = await asked
         for cut, sample in zip(await answer, state.samples, strict=True):
             assert cut.finish_reason == "exported"
@@ -776,9 +775,7 @@ def test_what_is_held_back_travels_unseen(engine, alone):
             request = engine.generate("hello", "a", sampling, request_id="it")
             answer = asyncio.create_task(completions(request, seen))
             await pause.reached()
-            asked = asyncio.create_task(engine.export("it"))
-            await until(lambda: bool(engine._thread._commands))
-            pause.go()
+            asked = await export_amid(engine, pause)
             await answer
             return await asked
 
@@ -801,9 +798,7 @@ def test_what_has_ended_in_flight_is_not_exported(engine, alone):
             request = engine.generate("hello", "a", sampling, request_id="it")
             answer = asyncio.create_task(completions(request))
             await pause.reached()
-            asked = asyncio.create_task(engine.export("it"))
-            await until(lambda: bool(engine._thread._commands))
-            pause.go()
+            asked = await export_amid(engine, pause)
             with pytest.raises(ValueError, match="no request under way has the id"):
                 await asked
             return await answer
@@ -820,9 +815,7 @@ def test_what_has_failed_in_part_is_not_exported(engine):
             answer = asyncio.create_task(completions(request))
             await pause.reached()
             engine._loop.scheduler.running[0].fail(pj.RequestError("it is broken"))
-            asked = asyncio.create_task(engine.export("it"))
-            await until(lambda: bool(engine._thread._commands))
-            pause.go()
+            asked = await export_amid(engine, pause)
             with pytest.raises(ValueError, match="no request under way has the id"):
                 await asked
             with pytest.raises(pj.RequestError, match="it is broken"):
@@ -888,9 +881,7 @@ def test_one_of_two_samples_may_have_ended(engine):
             request = engine.generate("hello", "a", sampling, request_id="it")
             answer = asyncio.create_task(completions(request))
             await pause.reached()
-            asked = asyncio.create_task(engine.export("it"))
-            await until(lambda: bool(engine._thread._commands))
-            pause.go()
+            asked = await export_amid(engine, pause)
             ended, cut = await answer
             assert (ended.finish_reason, cut.finish_reason) == ("stop", "exported")
             resumed = engine.resume(await asked)

@@ -21,6 +21,7 @@ from tests.engine_cases import (
     Pause,
     check_idle,
     completions,
+    export_amid,
     files,
     has_tokens,
     held,
@@ -412,9 +413,8 @@ def test_the_same_weights_share_their_pages(engine, root, computed):
     assert answers[0] == answers[1]
 
 
-def test_pages_that_came_before_their_digest_are_shared_after_it(
-    engine, root, computed, monkeypatch
-):
+def hold_digests(monkeypatch):
+    """Let digests wait for the event that is returned."""
     go, digest = threading.Event(), Adapter.digest
 
     def slow(adapter):
@@ -422,6 +422,13 @@ def test_pages_that_came_before_their_digest_are_shared_after_it(
         return digest(adapter)
 
     monkeypatch.setattr(Adapter, "digest", slow)
+    return go
+
+
+def test_pages_that_came_before_their_digest_are_shared_after_it(
+    engine, root, computed, monkeypatch
+):
+    go = hold_digests(monkeypatch)
     load(engine, "one", root / "adapters" / "a")
     load(engine, "two", arrays_of(root / "adapters" / "a"))
     want = tokens(engine, PROMPT, "one", GREEDY)
@@ -482,9 +489,7 @@ async def exported(engine, sampling):
         request = engine.generate("hello", "name", sampling, request_id="it")
         answer = asyncio.create_task(completions(request))
         await pause.reached()
-        asked = asyncio.create_task(engine.export("it"))
-        await until(lambda: bool(engine._thread._commands))
-        pause.go()
+        asked = await export_amid(engine, pause)
         await answer
         return pj.RequestState.from_json((await asked).to_json())
 
@@ -523,13 +528,7 @@ def test_a_request_goes_on_until_other_weights_are_known(engine, root, monkeypat
     load(engine, "name", root / "adapters" / "a")
     know_digests(engine)
     state = run(exported(engine, LONG))
-    go, digest = threading.Event(), Adapter.digest
-
-    def slow(adapter):
-        assert go.wait(20)
-        return digest(adapter)
-
-    monkeypatch.setattr(Adapter, "digest", slow)
+    go = hold_digests(monkeypatch)
     load(engine, "name", root / "adapters" / "b")
 
     async def main():

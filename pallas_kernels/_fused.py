@@ -7,6 +7,8 @@ form. Knows pools, segments and pages as arrays; nothing of models or sequences.
 
 import dataclasses
 import functools
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -115,6 +117,25 @@ class _Tile:
             return None
         return AdapterPages.of(self._refs[2:5], self._refs[1], self._slot, module)
 
+    def when_busy(
+        self, pages: Sequence[AdapterPages | None], work: Callable[[bool], None]
+    ) -> None:
+        """Do the work if there is a live row.
+
+        Args:
+          pages: of every module that the work adds a product of.
+          work: gets whether each has a single page, as most have. Such rows go a way of
+            their own: what leaves a branch is written to shared memory.
+        """
+        counts = [own.count for own in pages if own is not None]
+        single = [count == 1 for count in counts]
+        if not single:
+            pl.when(self.busy)(lambda: work(False))
+            return
+        single = functools.reduce(operator.and_, single)
+        pl.when(self.busy & single)(lambda: work(True))
+        pl.when(self.busy & ~single)(lambda: work(False))
+
     def add_product(
         self,
         sums: list[Array],
@@ -122,8 +143,13 @@ class _Tile:
         pages: AdapterPages | None,
         columns: list[Array],
         inside: Array | None,
+        *,
+        single: bool,
     ) -> list[Array]:
-        """Return the sums with the adapter's product added in some columns of B."""
+        """Return the sums with the adapter's product added in some columns of B.
+
+        `single` says that the module is known to have one page.
+        """
         if pages is None:
             return sums
         v_ref, b_ref = self._refs[:2]
@@ -148,6 +174,8 @@ class _Tile:
                 for total, column in zip(sums, columns, strict=True)
             ]
 
+        if single:
+            return add(pages.single(), sums)
         if pages.max_count == 1:
             return lax.cond(
                 pages.count > 0, lambda: add(pages.single(), sums), lambda: sums
@@ -202,18 +230,20 @@ def _gated_kernel(
 
     pages = [tile.pages(module) for module in range(2)]
 
-    @pl.when(tile.busy)
-    def _():
+    def multiply(single: bool) -> None:
         halves = []
         for module, at in enumerate((column, width + column)):
+            y = [tile.load(y_ref, at, inside)]
             halves += tile.add_product(
-                [tile.load(y_ref, at, inside)], module, pages[module], [at], inside
+                y, module, pages[module], [at], inside, single=single
             )
         gate, up = halves
         h = gate * lax.logistic(gate) * up
         mask = mask_of(h.shape, tile.live[:, None], inside)
         at = h_ref.at[tile.row[:, None], column[None, :]]
         plgpu.store(at, h.astype(h_ref.dtype), mask=mask)
+
+    tile.when_busy(pages, multiply)
 
 
 def rotary_expand(
@@ -267,10 +297,11 @@ def _rotary_kernel(
     is_v = (head >= heads + kv_heads).astype(jnp.int32)
     pages = tile.pages(is_k + is_v)
 
-    @pl.when(tile.busy)
-    def _():
+    def rotate(single: bool) -> None:
         sums = [tile.load(y_ref, column, inside) for column in columns]
-        low, high = tile.add_product(sums, is_k + is_v, pages, columns, inside)
+        low, high = tile.add_product(
+            sums, is_k + is_v, pages, columns, inside, single=single
+        )
         shape = (block_rows, lane.size)
         mask = mask_of(shape, tile.live[:, None], inside)
 
@@ -305,6 +336,8 @@ def _rotary_kernel(
         @pl.when(is_v > 0)
         def _():
             store(1, head - heads - kv_heads, (low, high))
+
+    tile.when_busy([pages], rotate)
 
 
 def _tiles(shrunk: Shrunk | None, rows: int) -> tuple[int, int, tuple[Array, ...]]:

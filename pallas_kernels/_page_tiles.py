@@ -4,7 +4,9 @@ Runs inside kernels only. Knows refs; nothing of launches or of what is computed
 """
 
 import dataclasses
-from collections.abc import Callable
+import functools
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -179,29 +181,65 @@ def module_of_block(
     return module, start, width, first
 
 
-def shrink_block(
+def shrink_group(
     x_ref: Any,  # [rows, d_in]
     a_ref: Any,  # [layers * pages, C, 16, d_in]
     rows: tuple[Array, Array],  # i32[block_rows], and bool[block_rows]: which are live
-    module: Array,  # i32[]
-    lanes: PageLanes,
-    block: Array,  # i32[]
+    modules: Sequence[tuple[Any, PageLanes]],
     config: ShrinkConfig,
-) -> Array:
-    """Return `f32[block_rows, lanes]`: a tile's x times A, in one block of d_in."""
+    *,
+    first_split: Array,
+    num_splits: Array | int,
+    at_once: int = 1,
+) -> list[Array]:
+    """Return `f32[block_rows, lanes]` of each module: x times A, over some splits.
+
+    The blocks of a split are added one by one, and so are the splits.
+
+    Args:
+      x_ref, a_ref, rows: what is multiplied.
+      modules: which of the group's, and the lanes of each.
+      config: of the blocks.
+      first_split, num_splits: which of the config's splits.
+      at_once: blocks that are loaded together, a divisor of `config.steps`.
+    """
     row, live = rows
     d_in = a_ref.shape[3]
-    k = block * config.block_d + jnp.arange(config.block_d, dtype=jnp.int32)[None, :]
     whole = config.splits * config.steps * config.block_d == d_in
-    inside = None if whole else k < d_in
-    x = load(
-        x_ref.at[row[:, None], k], mask_of((row.size, k.size), live[:, None], inside)
-    )
-    a = load(
-        a_ref.at[lanes.page, module, lanes.lane, k],
-        mask_of((lanes.size, k.size), lanes.used_rows, inside),
-    )
-    return dot(x, a.T)
+
+    def products(block):
+        k = block * config.block_d + jnp.arange(config.block_d, dtype=jnp.int32)[None]
+        inside = None if whole else k < d_in
+        mask = mask_of((row.size, k.size), live[:, None], inside)
+        x = load(x_ref.at[row[:, None], k], mask)
+        for module, lanes in modules:
+            mask = mask_of((lanes.size, k.size), lanes.used_rows, inside)
+            a = load(a_ref.at[lanes.page, module, lanes.lane, k], mask)
+            yield dot(x, a.T)
+
+    def add_blocks(turn, sums):
+        totals, accs = sums
+        for i in range(at_once):
+            block = first_split * config.steps + turn * at_once + i
+            pairs = zip(accs, products(block), strict=True)
+            accs = [acc + product for acc, product in pairs]
+        ends = lax.rem((turn + 1) * at_once, jnp.int32(config.steps)) == 0
+        pairs = zip(totals, accs, strict=True)
+        totals = [jnp.where(ends, total + acc, total) for total, acc in pairs]
+        return totals, [jnp.where(ends, 0.0, acc) for acc in accs]
+
+    zeros = [jnp.zeros((row.size, lanes.size), jnp.float32) for _, lanes in modules]
+    turns = num_splits * (config.steps // at_once)
+    totals, _ = lax.fori_loop(0, turns, add_blocks, (zeros, zeros))
+    return totals
+
+
+def add_groups(groups: Iterable[Array]) -> Array:
+    """Add what groups of splits gave, from the first to the last, wherever it is done.
+
+    One by one: a reduction over an axis has an order of the compiler's choosing.
+    """
+    return functools.reduce(operator.add, groups)
 
 
 def mask_of(shape: tuple[int, ...], *conditions: Array | None) -> Array | None:

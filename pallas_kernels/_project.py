@@ -8,6 +8,7 @@ nothing of models.
 
 import dataclasses
 import functools
+import operator
 from typing import Any
 
 import jax
@@ -19,16 +20,15 @@ from jax.experimental.pallas import triton as plgpu
 from punica_jax.pallas_kernels._dispatch import shared_bytes
 from punica_jax.pallas_kernels._page_tiles import (
     AdapterPages,
-    PageLanes,
     dot,
     load,
     mask_of,
-    shrink_block,
+    shrink_group,
     tile_rows,
 )
 from punica_jax.pallas_kernels._pool import RANK_PAGE, LoraPool
 from punica_jax.pallas_kernels._segments import Segments
-from punica_jax.pallas_kernels._sgmv import SPLIT_GROUPS, launch_tables
+from punica_jax.pallas_kernels._sgmv import launch_tables
 from punica_jax.pallas_kernels._sgmv_config import (
     ProjectConfig,
     ShrinkConfig,
@@ -77,7 +77,7 @@ def project(
         shrinks = _Shrinks.of(pool, segments)
         operands = (pool.a, *launch_tables(pool, segments))
         assert segments.num_passes == 1, segments.num_passes
-        shape = (shrinks.num_groups, rows, pool.num_modules * pool.max_rank)
+        shape = (shrinks.config.num_groups, rows, pool.num_modules * pool.max_rank)
         shapes.append(jax.ShapeDtypeStruct(shape, jnp.float32))
     num_programs = 0 if shrinks is None else shrinks.num_programs
     out = pl.pallas_call(
@@ -100,10 +100,13 @@ def project(
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Shrinks:
-    """The shrink's programs in a row: groups of splits, of modules, of tiles."""
+    """The shrink's programs in a row: groups of splits, of tiles.
+
+    All modules in one: most tiles are idle where rows share adapters, and each idle
+    program waits for its turn on a multiprocessor, too.
+    """
 
     num_tiles: int
-    num_modules: int
     block_rows: int
     config: ShrinkConfig
 
@@ -112,29 +115,18 @@ class _Shrinks:
         pages_and_rows = pool.page_table.shape[1], segments.block_rows
         return cls(
             num_tiles=segments.num_tiles,
-            num_modules=pool.num_modules,
             block_rows=segments.block_rows,
             config=shrink_config(pool.d_in, pool.dtype, *pages_and_rows),
         )
 
     @property
-    def num_groups(self) -> int:
-        """Groups of splits, one a program: as many as leave each program little."""
-        return min(SPLIT_GROUPS, self.config.splits)
-
-    @property
     def num_programs(self) -> int:
-        return self.num_tiles * self.num_modules * self.num_groups
+        return self.num_tiles * self.config.num_groups
 
-    def place(self, program: Array) -> tuple[Array, Array, Array]:
-        """Return a program's tile, module and group."""
-        rest, group = _divide(program, self.num_groups)
-        tile, module = _divide(rest, self.num_modules)
-        return tile, module, group
-
-
-def _divide(number: Array, by: int) -> tuple[Array, Array]:
-    return lax.div(number, jnp.int32(by)), lax.rem(number, jnp.int32(by))
+    def place(self, program: Array) -> tuple[Array, Array]:
+        """Return a program's tile and group."""
+        groups = jnp.int32(self.config.num_groups)
+        return lax.div(program, groups), lax.rem(program, groups)
 
 
 def _project_kernel(
@@ -195,49 +187,61 @@ def _product(
 
 
 def _shrink_group(x_ref, operands, v_ref, program, shrinks: _Shrinks) -> None:
-    """Write a tile's sums of one module over a group of splits.
-
-    Each split's blocks are added as `shrink` adds them, the splits as `expand` does.
-    """
+    """Write a tile's sums of all modules over a group of splits."""
     a_ref, page_table_ref, num_pages_ref, layer_ref, rows_ref, *tiles = operands
     tile_slot_ref, tile_first_ref, tile_end_ref = tiles
     config, block_rows = shrinks.config, shrinks.block_rows
-    tile, module, group = shrinks.place(program)
+    tile, group = shrinks.place(program)
+    num_modules = num_pages_ref.shape[1]
     max_rank = page_table_ref.shape[1] * RANK_PAGE
     slot = tile_slot_ref[0, tile]
     tables = page_table_ref, num_pages_ref, layer_ref
-    pages = AdapterPages.of(tables, a_ref, slot, module)
 
-    @pl.when(pages.count > 0)
+    def pages_of(module):
+        return AdapterPages.of(tables, a_ref, slot, module)
+
+    @pl.when(slot >= 0)
     def _():
         entry, live, row = tile_rows(
             rows_ref, tile_first_ref, tile_end_ref, 0, tile, block_rows
         )
-        size = pl.cdiv(config.splits, SPLIT_GROUPS)
-        # The last groups may be shorter, or empty.
-        num_splits = jnp.clip(config.splits - group * size, 0, size)
+        first = group * config.group_size
+        # Of a single page two blocks a turn, so that more of it is on its way.
+        in_pairs = 2 if config.steps % 2 == 0 else 1
 
-        def multiply(lanes: PageLanes, _=None):
-            # Of a single page two blocks a turn, so that more of it is on its way.
-            at_once = 2 if lanes.size == RANK_PAGE and config.steps % 2 == 0 else 1
-            turns = config.steps // at_once
+        def multiply(modules, at_once=1):
+            totals = shrink_group(
+                *(x_ref, a_ref, (row, live), modules, config),
+                first_split=first,
+                num_splits=jnp.minimum(config.group_size, config.splits - first),
+                at_once=at_once,
+            )
+            for (module, lanes), total in zip(modules, totals, strict=True):
+                column = lanes.columns(module * max_rank, v_ref.shape[2])[None, :]
+                mask = mask_of(total.shape, live[:, None], lanes.used_columns)
+                plgpu.store(v_ref.at[group, entry[:, None], column], total, mask=mask)
 
-            def add_blocks(turn, sums):
-                total, acc = sums
-                for i in range(at_once):
-                    block = (group * size * turns + turn) * at_once + i
-                    acc = acc + shrink_block(
-                        x_ref, a_ref, (row, live), module, lanes, block, config
-                    )
-                ends = lax.rem(turn + 1, jnp.int32(turns)) == 0
-                return jnp.where(ends, total + acc, total), jnp.where(ends, 0.0, acc)
+        def multiply_one(module, _):
+            pages = pages_of(module)
 
-            zero = jnp.zeros((block_rows, lanes.size), jnp.float32)
-            total, _ = lax.fori_loop(0, num_splits * turns, add_blocks, (zero, zero))
-            column = lanes.columns(module * max_rank, v_ref.shape[2])[None, :]
-            mask = mask_of(zero.shape, live[:, None], lanes.used_columns)
-            plgpu.store(v_ref.at[group, entry[:, None], column], total, mask=mask)
+            @pl.when(pages.count == 1)
+            def _():
+                multiply([(module, pages.single())], in_pairs)
 
-        pl.when(pages.count == 1)(lambda: multiply(pages.single()))
-        if pages.max_count > 1:
-            pl.when(pages.count > 1)(lambda: pages.fold(multiply, None))
+            if pages.max_count > 1:
+
+                @pl.when(pages.count > 1)
+                def _():
+                    pages.fold(lambda lanes, _: multiply([(module, lanes)]), None)
+
+        if num_modules == 1:
+            multiply_one(0, None)
+            return
+        modules = [(module, pages_of(module)) for module in range(num_modules)]
+        alike = functools.reduce(
+            operator.and_, [pages.count == 1 for _, pages in modules]
+        )
+        pl.when(alike)(
+            lambda: multiply([(module, pages.single()) for module, pages in modules])
+        )
+        pl.when(~alike)(lambda: lax.fori_loop(0, num_modules, multiply_one, None))

@@ -23,6 +23,7 @@ from jax.experimental.pallas import triton as plgpu
 from punica_jax.pallas_kernels._fused import Shrunk
 from punica_jax.pallas_kernels._page_tiles import (
     AdapterPages,
+    add_groups,
     load,
     mask_of,
     module_of_block,
@@ -85,7 +86,6 @@ class _Row:
         weight = self._refs[7][0, self._entry] if len(self._refs) > 7 else None
         pages = [AdapterPages.of(tables, b_ref, self.slot, c) for c in modules]
         max_rank = pages[0].max_count * RANK_PAGE
-        group = jnp.arange(pl.next_power_of_2(v_ref.shape[0]), dtype=jnp.int32)[:, None]
         lane = jnp.arange(RANK_PAGE, dtype=jnp.int32)
 
         def load_b(page, there, column):
@@ -93,9 +93,12 @@ class _Row:
             return load(b_ref.at[page, lane[:, None], column[None, :]], mask)
 
         def load_v(module, index, there):
-            rank = module * max_rank + index * RANK_PAGE + lane[None, :]
-            mask = mask_of((group.size, RANK_PAGE), there & (group < v_ref.shape[0]))
-            v = load(v_ref.at[group, self._entry, rank], mask).sum(axis=0)
+            rank = module * max_rank + index * RANK_PAGE + lane
+            mask = mask_of(rank.shape, there)
+            v = add_groups(
+                load(v_ref.at[group, self._entry, rank], mask)
+                for group in range(v_ref.shape[0])
+            )
             v = v if weight is None else v * weight
             return v.astype(b_ref.dtype).astype(jnp.float32)[:, None]
 

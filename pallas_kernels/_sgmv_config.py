@@ -17,13 +17,30 @@ MAX_PROJECT_ROWS = 32
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ShrinkConfig:
-    """`splits` cut d_in; each walks its `steps` blocks of `block_d` columns."""
+    """`splits` cut d_in; each walks its `steps` blocks of `block_d` columns.
+
+    The splits are summed in groups of `group_size`, the groups one after the other:
+    whoever adds what keeps to this order.
+    """
 
     splits: int
     steps: int
     block_d: int
     num_warps: int
     num_stages: int
+
+    @property
+    def group_size(self) -> int:
+        return group_size(self.splits)
+
+    @property
+    def num_groups(self) -> int:
+        return pl.cdiv(self.splits, self.group_size)
+
+
+def group_size(splits: int) -> int:
+    """Return the splits of a group, of which there are at most four."""
+    return pl.cdiv(splits, 4)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,10 +75,11 @@ def shrink_config(
     # which sums them, 6.4, 7.2, 8.4 us. At 11008, 11 instead of 22 save an expand of
     # 2048 rows a third and cost a single row's pair 0.8 us of 6.7.
     steps = min(blocks, max(4, pl.cdiv(blocks, 11)))
+    splits = pl.cdiv(blocks, steps)
     # One page is 16 columns wide: two warps' worth.
     num_warps = 2 if max_pages == 1 and block_rows == 16 else 4
     return ShrinkConfig(
-        splits=pl.cdiv(blocks, steps),
+        splits=splits,
         steps=steps,
         block_d=block_d,
         num_warps=num_warps,
@@ -99,6 +117,12 @@ def project_config(
     (11.4), to 12288 29.6 (31.0), to 22016 49.1 (48.9), 11008 to 4096 27.1 (29.5); a
     single row 12.5 (12.3), 26.6 (38.2), 44.1 (49.2), 24.7 (36.2).
 
+    Programs of a shrink wait where those of the product fill the multiprocessors, idle
+    ones too; so where there are any, the product's are fewer or leave room. With 32
+    adapters, against the blocks that are best without: 4096 to 4096 columns 14.8 us
+    (16.4), to 6144 21.0 (25.2), to 12288 33.4 (35.7), 11008 to 4096 31.2 (34.9); of one
+    adapter 13.5 (14.0), 18.9 (23.0), 30.5 (30.1), 29.8 (27.3).
+
     Args:
       d_in, d_out: the weight's.
       dtype: of all operands.
@@ -107,13 +131,14 @@ def project_config(
     """
     if jnp.dtype(dtype).itemsize > 2:
         block_n, block_k, num_stages = 32, 32, 3
+    elif d_out <= 4224 and d_in <= 5120 and shrinks:
+        block_n, block_k, num_stages = 32, 128, 6
     elif d_out <= 4224:
-        # Two programs a multiprocessor where shrinks wait to run: 32 adapters make a
-        # product of 4096 columns 2.2 us shorter so, one of 11008 3.7; without them, or
-        # of one adapter, it is up to 2.6 longer.
         block_n, block_k, num_stages = 32, 256, 4 if shrinks else 5
+    elif d_out <= 8192 and shrinks:
+        block_n, block_k, num_stages = 32, 128, 5
     elif d_out <= 16384:
-        block_n, block_k, num_stages = 32, 128, 4
+        block_n, block_k, num_stages = 64 if shrinks else 32, 128, 4
     else:
         block_n, block_k, num_stages = 64, 128, 3
     block_n = min(block_n, max(16, pl.next_power_of_2(d_out)))

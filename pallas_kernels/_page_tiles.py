@@ -4,9 +4,7 @@ Runs inside kernels only. Knows refs; nothing of launches or of what is computed
 """
 
 import dataclasses
-import functools
-import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -188,8 +186,8 @@ def shrink_group(
     modules: Sequence[tuple[Any, PageLanes]],
     config: ShrinkConfig,
     *,
-    first_split: Array,
-    num_splits: Array | int,
+    group: Array,
+    group_size: int,
     at_once: int = 1,
 ) -> list[Array]:
     """Return `f32[block_rows, lanes]` of each module: x times A, over some splits.
@@ -200,12 +198,16 @@ def shrink_group(
       x_ref, a_ref, rows: what is multiplied.
       modules: which of the group's, and the lanes of each.
       config: of the blocks.
-      first_split, num_splits: which of the config's splits.
+      group: which one.
+      group_size: splits of a group.
       at_once: blocks that are loaded together, a divisor of `config.steps`.
     """
     row, live = rows
     d_in = a_ref.shape[3]
     whole = config.splits * config.steps * config.block_d == d_in
+    first, num_splits = group * group_size, group_size
+    if config.splits % group_size:  # the last group is shorter
+        num_splits = jnp.minimum(group_size, config.splits - first)
 
     def products(block):
         k = block * config.block_d + jnp.arange(config.block_d, dtype=jnp.int32)[None]
@@ -220,7 +222,7 @@ def shrink_group(
     def add_blocks(turn, sums):
         totals, accs = sums
         for i in range(at_once):
-            block = first_split * config.steps + turn * at_once + i
+            block = first * config.steps + turn * at_once + i
             pairs = zip(accs, products(block), strict=True)
             accs = [acc + product for acc, product in pairs]
         ends = lax.rem((turn + 1) * at_once, jnp.int32(config.steps)) == 0
@@ -232,14 +234,6 @@ def shrink_group(
     turns = num_splits * (config.steps // at_once)
     totals, _ = lax.fori_loop(0, turns, add_blocks, (zeros, zeros))
     return totals
-
-
-def add_groups(groups: Iterable[Array]) -> Array:
-    """Add what groups of splits gave, from the first to the last, wherever it is done.
-
-    One by one: a reduction over an axis has an order of the compiler's choosing.
-    """
-    return functools.reduce(operator.add, groups)
 
 
 def mask_of(shape: tuple[int, ...], *conditions: Array | None) -> Array | None:

@@ -30,6 +30,7 @@ from punica_jax.pallas_kernels._pool import RANK_PAGE, LoraPool
 from punica_jax.pallas_kernels._segments import Segments
 from punica_jax.pallas_kernels._sgmv import launch_tables
 from punica_jax.pallas_kernels._sgmv_config import (
+    MAX_JOINT_MODULES,
     ProjectConfig,
     ShrinkConfig,
     project_config,
@@ -59,9 +60,9 @@ def project(
       interpret: see `resolve`.
 
     Returns:
-      `[rows, d_out]`; and what `expand` takes, `f32[4, rows, C * max_rank]` (fewer
-      where d_in has fewer splits): the sums of the groups that it would add last,
-      bitwise. Without `lora` None.
+      `[rows, d_out]`; and what `expand` takes, `f32[groups, rows, C * max_rank]`: the
+      sums of the groups, at most 4, that it would add last, bitwise. Without `lora`
+      None.
     """
     rows, d_in = x.shape
     d_out = weight.shape[0]
@@ -103,7 +104,8 @@ class _Shrinks:
     """The shrink's programs in a row: groups of splits, of tiles.
 
     All modules in one: most tiles are idle where rows share adapters, and each idle
-    program waits for its turn on a multiprocessor, too.
+    program waits for its turn on a multiprocessor, too. Modules that have each a single
+    page share the loads of x; others come one after the other.
     """
 
     num_tiles: int
@@ -205,15 +207,19 @@ def _shrink_group(x_ref, operands, v_ref, program, shrinks: _Shrinks) -> None:
         entry, live, row = tile_rows(
             rows_ref, tile_first_ref, tile_end_ref, 0, tile, block_rows
         )
-        first = group * config.group_size
-        # Of a single page two blocks a turn, so that more of it is on its way.
+        # Of a single page two blocks a turn, so that more of it is on its way; of
+        # several modules that much is on its way with one.
         in_pairs = 2 if config.steps % 2 == 0 else 1
 
         def multiply(modules, at_once=1):
             totals = shrink_group(
-                *(x_ref, a_ref, (row, live), modules, config),
-                first_split=first,
-                num_splits=jnp.minimum(config.group_size, config.splits - first),
+                x_ref,
+                a_ref,
+                (row, live),
+                modules,
+                config,
+                group=group,
+                group_size=config.group_size,
                 at_once=at_once,
             )
             for (module, lanes), total in zip(modules, totals, strict=True):
@@ -236,6 +242,9 @@ def _shrink_group(x_ref, operands, v_ref, program, shrinks: _Shrinks) -> None:
 
         if num_modules == 1:
             multiply_one(0, None)
+            return
+        if num_modules > MAX_JOINT_MODULES:
+            lax.fori_loop(0, num_modules, multiply_one, None)
             return
         modules = [(module, pages_of(module)) for module in range(num_modules)]
         alike = functools.reduce(

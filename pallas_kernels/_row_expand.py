@@ -23,12 +23,12 @@ from jax.experimental.pallas import triton as plgpu
 from punica_jax.pallas_kernels._fused import Shrunk
 from punica_jax.pallas_kernels._page_tiles import (
     AdapterPages,
-    add_groups,
     load,
     mask_of,
     module_of_block,
 )
 from punica_jax.pallas_kernels._pool import RANK_PAGE
+from punica_jax.pallas_kernels._sgmv_config import add_splits
 
 # Columns of one module a program of one warp. In a 7B step with 32 adapters 64, 128 and
 # 256 take: gate and up 11.9, 10.1, 9.1 us; q, k, v 8.6, 6.4, 6.6; o and down 4.1, 3.7,
@@ -95,9 +95,11 @@ class _Row:
         def load_v(module, index, there):
             rank = module * max_rank + index * RANK_PAGE + lane
             mask = mask_of(rank.shape, there)
-            v = add_groups(
-                load(v_ref.at[group, self._entry, rank], mask)
-                for group in range(v_ref.shape[0])
+            v = add_splits(
+                [
+                    load(v_ref.at[group, self._entry, rank], mask)
+                    for group in range(v_ref.shape[0])
+                ]
             )
             v = v if weight is None else v * weight
             return v.astype(b_ref.dtype).astype(jnp.float32)[:, None]

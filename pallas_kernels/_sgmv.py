@@ -17,7 +17,6 @@ from jax.experimental.pallas import triton as plgpu
 from punica_jax.pallas_kernels._page_tiles import (
     AdapterPages,
     PageLanes,
-    add_groups,
     dot,
     load,
     mask_of,
@@ -30,13 +29,14 @@ from punica_jax.pallas_kernels._segments import Segments
 from punica_jax.pallas_kernels._sgmv_config import (
     ExpandConfig,
     ShrinkConfig,
+    add_splits,
     expand_config,
-    group_size,
     shrink_config,
 )
 
-# From so many rows on a program of the shrink takes a group of splits. Of 2048 rows of
-# rank 16 the pair takes 24.0 instead of 25.7 us on one H200, of 512 13.1 for 12.3.
+# From so many rows on a program of the shrink takes a group of splits. 4096 to 4096
+# columns at rank 16 take 24.0 us so for 2048 rows, and 25.7 with a program a split; for
+# 512 rows 13.1 and 12.3 (one H200, both halves).
 _MANY_ROWS = 1024
 
 
@@ -77,7 +77,7 @@ def shrink(
             _shrink_kernel,
             num_tiles=segments.num_tiles,
             block_rows=segments.block_rows,
-            size=size,
+            group_size=size,
             config=config,
         ),
         out_shape=jax.ShapeDtypeStruct(shape, jnp.float32),
@@ -112,7 +112,7 @@ def _shrink_kernel(
     *,
     num_tiles: int,
     block_rows: int,
-    size: int,
+    group_size: int,
     config: ShrinkConfig,
 ):
     number, tile = 0, pl.program_id(0)
@@ -123,10 +123,6 @@ def _shrink_kernel(
     slot = tile_slot_ref[number, tile]
     tables = page_table_ref, num_pages_ref, layer_ref
     pages = AdapterPages.of(tables, a_ref, slot, module)
-    # The last group may be shorter.
-    first, num_splits = program * size, size
-    if config.splits % size:
-        num_splits = jnp.minimum(size, config.splits - first)
 
     @pl.when(slot >= 0)
     def _():
@@ -136,9 +132,13 @@ def _shrink_kernel(
 
         def multiply(lanes: PageLanes, _=None):
             [total] = shrink_group(
-                *(x_ref, a_ref, (row, live), [(module, lanes)], config),
-                first_split=first,
-                num_splits=num_splits,
+                x_ref,
+                a_ref,
+                (row, live),
+                [(module, lanes)],
+                config,
+                group=program,
+                group_size=group_size,
             )
             entry_row = number * rows_ref.shape[1] + entry[:, None]
             column = lanes.columns(module * max_rank, v_ref.shape[2])[None, :]
@@ -331,18 +331,13 @@ def _sum_splits(v_ref, entry: Array, column: Array, mask: Array | None) -> Array
     """Return `v[:, entry, column]` summed over the splits, or groups of them, in order.
 
     The reduction, over an axis of one, keeps Triton from changing the layout of every
-    load for the product that follows (with 32 splits in 2 groups: 80 barriers instead
-    of 15, 16.8 instead of 10.2 us).
+    load for the product that follows. (Of 32 splits that once made 80 barriers instead
+    of 15, and 16.8 us instead of 10.2.)
     """
 
     def load_split(split: int) -> Array:
         at = v_ref.at[split, entry[None, :, None], column[None, None, :]]
         return load(at, None if mask is None else mask[None])
 
-    splits = v_ref.shape[0]
-    size = group_size(splits)
-    groups = (
-        add_groups(load_split(split) for split in range(splits)[first : first + size])
-        for first in range(0, splits, size)
-    )
-    return add_groups(groups).sum(axis=0)
+    total = add_splits([load_split(split) for split in range(v_ref.shape[0])])
+    return total.sum(axis=0)

@@ -74,7 +74,7 @@ def segment_metadata(slots: Array, *, num_slots: int, block_rows: int) -> Segmen
 
 def shrink(
     x: Float[Array, "rows d_in"], pool: LoraPool, segments: Segments
-) -> Float[Array, "splits entries ranks"]:
+) -> Float[Array, "parts entries ranks"]:
     """Compute `v[e, c, r] = sum_k x[rows[e], k] * A[slots[e], c, r, k]`.
 
     Returns:
@@ -95,7 +95,7 @@ def shrink(
 
 def expand(
     y: Float[Array, "rows d_out"],
-    v: Float[Array, "splits entries ranks"],
+    v: Float[Array, "parts entries ranks"],
     pool: LoraPool,
     segments: Segments,
     *,

@@ -418,20 +418,31 @@ def test_linear(rows, dtype, implementation):
 
 @pytest.mark.parametrize("implementation", ["pallas_interpret", GPU])
 @pytest.mark.parametrize(
-    "d_in",
+    ("d_in", "num_modules"),
     [
-        pytest.param(136, marks=pytest.mark.grid),
-        1320,
-        pytest.param(2504, marks=pytest.mark.grid),
+        pytest.param(136, 2, marks=pytest.mark.grid),
+        pytest.param(1320, 2, marks=pytest.mark.grid),
+        pytest.param(2504, 2, marks=pytest.mark.grid),  # groups of two, not all whole
+        (2560, 1),
+        (2560, 2),
+        pytest.param(5760, 2, marks=pytest.mark.grid),  # an odd number of blocks
+        pytest.param(2560, 5, marks=pytest.mark.grid),  # too many to be joined
     ],
 )
 def test_the_shrink_beside_the_base_is_that_of_its_own_launch(
-    d_in, implementation, monkeypatch
+    d_in, num_modules, implementation, monkeypatch
 ):
-    case, weight, _ = linear_case("bfloat16", d_in=d_in)
+    case = make_case(
+        rows=ROWS,
+        ranks=[[*own, *own, *own][:num_modules] for own in RANKS],
+        d_in=d_in,
+        d_outs=(72, 40, 8, 16, 24)[:num_modules],
+        dtype="bfloat16",
+    )
     slots = some_slots(case)
     segments = segments_of(case, slots, implementation)
     x, lora = jnp.asarray(case.x), (case.pool, segments)
+    weight = jnp.zeros((case.pool.d_out, d_in), x.dtype)
     interpret = {"interpret": implementation != "pallas_triton"}
     _, groups = jax.jit(functools.partial(project, **interpret))(x, weight, lora)
     splits = jax.jit(functools.partial(shrink, **interpret))(x, *lora)
@@ -441,6 +452,7 @@ def test_the_shrink_beside_the_base_is_that_of_its_own_launch(
     same_groups = jax.jit(functools.partial(shrink, **interpret))(x, case.pool, wide)
     assert len(same_groups) == len(groups)
     size = group_size(len(splits))
+    equal = np.testing.assert_array_equal
     for group, own in enumerate(groups):
         parts = splits[group * size : (group + 1) * size]
         total = functools.reduce(jnp.add, parts, jnp.zeros_like(own))
@@ -449,17 +461,39 @@ def test_the_shrink_beside_the_base_is_that_of_its_own_launch(
                 first = module * case.pool.max_rank
                 ranks = slice(first, first + pages * RANK_PAGE * (slot >= 0))
                 # To the bit: the order of a sum does not depend on the launch.
-                equal = np.testing.assert_array_equal
                 equal(own[entry, ranks], total[entry, ranks])
                 equal(own[entry, ranks], same_groups[group][entry, ranks])
+
+
+@pytest.mark.parametrize("implementation", ["pallas_interpret", GPU])
+@pytest.mark.parametrize("splits", [3, 5, 11])
+def test_an_expand_adds_splits_and_their_groups_alike(splits, implementation):
+    case = make_case(rows=5, ranks=RANKS)  # float32: no rounding hides the order
+    segments = segments_of(case, np.arange(5, dtype=np.int32), implementation)
+    rng = np.random.default_rng(7)
+    v = rng.standard_normal((splits, 5, 2 * case.pool.max_rank)).astype(np.float32)
+    size = group_size(splits)
+    groups = [
+        functools.reduce(np.add, v[first : first + size])
+        for first in range(0, splits, size)
+    ]
+    run = jax.jit(
+        functools.partial(_sgmv.expand, interpret=implementation != "pallas_triton")
+    )
+    of_splits, of_groups = (
+        run(jnp.asarray(case.y), jnp.asarray(parts), case.pool, segments)
+        for parts in (v, np.stack(groups))
+    )
+    np.testing.assert_array_equal(of_splits, of_groups)
 
 
 @pytest.mark.parametrize("kib", [227, 163, 99])  # H200, A100, L4
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("d_in", [64, 4096, 14336])
-@pytest.mark.parametrize("d_out", [24, 4096, 6144, 28672])
-def test_a_program_fits_its_multiprocessor(d_in, d_out, dtype, kib):
-    config = project_config(d_in, d_out, dtype, kib * 1024)
+@pytest.mark.parametrize("d_out", [24, 4096, 6144, 12288, 28672])
+@pytest.mark.parametrize("shrinks", [False, True])
+def test_a_program_fits_its_multiprocessor(shrinks, d_in, d_out, dtype, kib):
+    config = project_config(d_in, d_out, dtype, kib * 1024, shrinks=shrinks)
     product = config.block_k * (config.block_n + MAX_PROJECT_ROWS)
     shrink = shrink_config(d_in, dtype, 4, 16).block_d * (16 + 64)
     values = product if dtype == "float32" else max(product, shrink)

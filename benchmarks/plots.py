@@ -17,6 +17,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from benchmarks.provenance import RESULTS, Record, load, source
+from benchmarks.readme_tables import POPULARITIES
 
 Records = Sequence[Record]
 
@@ -31,7 +32,6 @@ CASES = {
 }
 # Decode steps of other ranks are another matter.
 RANKS = ([], [16])
-POPULARITIES = ("none", "identical", "uniform", "skewed", "distinct")
 METHOD_NAMES = {
     "ours": "punica-jax",
     "segments": "punica-jax (segments)",

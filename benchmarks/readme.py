@@ -1,7 +1,7 @@
 """Fill the README's tables from results: `python -m benchmarks.readme [--check]`.
 
-Knows which sections there are and where they go; what they say is `readme_tables`'
-and `readme_decode`'s.
+Knows which sections there are and where they go; what they say is `readme_tables`',
+`readme_decode`'s and `readme_serving`'s.
 """
 
 import argparse
@@ -9,13 +9,14 @@ import re
 import sys
 from collections.abc import Callable
 
-from benchmarks import readme_decode, readme_tables
+from benchmarks import readme_decode, readme_serving, readme_tables
 from benchmarks.provenance import ROOT
 
 README = ROOT / "README.md"
 SECTIONS: dict[str, Callable[[], str]] = {
     "tiny": readme_tables.tiny,
     "measured": readme_decode.measured,
+    "serving": readme_serving.measured,
 }
 
 

@@ -130,3 +130,45 @@ def where_records():
             ("base products", products_us),
         )
     ]
+
+
+def serving_records():
+    """Return one run at 7B, its group and swap missing."""
+    about = {"shape": "7B", "seats": 32, "max_len": 2048, **WHERE}
+    steps = {"tokens_per_s": 3200.4, "decode_ms": 8.256, "roofline": 0.7512}
+    steps |= {"busy": 0.957, "seconds": 20.0}
+    sent = {"rows": 32, "prompt_len": 512, "num_new": 128, "all_first_ms": 420.6}
+    vllm = {"vllm_tokens_per_s": 1342, "vllm_all_first_ms": 572}
+    decode = {"median_ms": 8.0, "slowest_ms": 10.0, "slowest_over_median": 1.25}
+    first = {"num_warm": 90, "warm_p50_ms": 20.4, "warm_p99_ms": 51.0}
+    none = {"num_cold": 0, "cold_p50_ms": None, "cold_p99_ms": None}
+    some = {"num_cold": 40, "cold_p50_ms": 60.0, "cold_p99_ms": 99.0}
+    churn = {"adapters": 1000, "slots": 32, **steps, **first}
+    records = [
+        *(
+            {"benchmark": "trace", "popularity": name, "method": method}
+            | {"whole": whole, **steps}
+            for whole in (True, False)
+            for name, method in (("distinct", "mixed"), ("none", "backbone"))
+        ),
+        {"benchmark": "batch", "popularity": "distinct", **sent, **steps, **vllm},
+        {"benchmark": "batch", "popularity": "none", **sent, **steps},
+        *(
+            {"benchmark": "cold", "tier": tier, "beside": beside, "ms": ms}
+            | {"slowest_load_ms": 2 * ms, **(decode if beside else {})}
+            for beside in (31, 0)
+            for tier, ms in (("disk", 20.0), ("host", 2.5))
+        ),
+        {"benchmark": "copy", "adapter_bytes": 80 * 10**6, "stage_ms": 4.0}
+        | {"copy_ms": 2.0},
+        {"benchmark": "churn", "law": "zipf", "method": "loaded", **churn, **some},
+        {"benchmark": "churn", "law": "zipf", "method": "all_there", **churn, **none},
+        {"benchmark": "goal", "goal": "distinct: device busy", "wanted": ">= 0.95"}
+        | {"measured": 0.957, "met": True},
+        {"benchmark": "goal", "goal": "tokens/s", "wanted": ">= 3221"}
+        | {"measured": 3200.4, "met": False},
+    ]
+    return [
+        {**about, **record, "benchmark": f"serving_{record['benchmark']}"}
+        for record in records
+    ]

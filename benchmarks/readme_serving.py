@@ -1,0 +1,237 @@
+"""The README's tables of serving, and others' quoted figures beside them.
+
+Knows the fields of `benchmarks.serving`'s records and nothing of how they were
+measured.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks import peers
+from benchmarks.provenance import RESULTS, Record
+from benchmarks.readme_tables import (
+    FLOOR,
+    POPULARITIES,
+    by_record,
+    caption,
+    last_of,
+    load,
+)
+
+METHODS = {
+    "backbone": "backbone alone",
+    "mixed": "one mixed batch",
+    "group_swap": "group and swap",
+}
+WHERE = {"all_there": "on the device", "loaded": "on disk"}
+
+
+def _number(value: float | None, digits: int = 0) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def _percent(value: float | None) -> str:
+    return "" if value is None else f"{100 * value:.1f} %"
+
+
+def trace(results: Path) -> str:
+    """The paper's workload: one mixed batch, no adapters at all, one at a time."""
+    keys = ("shape", "seats", "whole", "popularity", "method")
+    rows = last_of(load(results, "serving_trace"), *keys)
+    if not rows:
+        return ""
+
+    def place(row: Record) -> tuple[Any, ...]:
+        popularity = POPULARITIES.index(row["popularity"])
+        return (
+            *(row[key] for key in keys[:3]),
+            popularity,
+            [*METHODS].index(row["method"]),
+        )
+
+    columns = ["model", "in flight", "requests", "adapters", "method", "tokens/s"]
+    columns += ["decode step", "of the roofline", "busy"]
+    lines = [
+        (
+            row,
+            [
+                row["shape"],
+                row["seats"],
+                "all" if row["whole"] else "steady",
+                row["popularity"],
+                METHODS[row["method"]],
+                _number(row["tokens_per_s"]),
+                _number(row["decode_ms"], 2),
+                _percent(row["roofline"]),
+                _percent(row["busy"]),
+            ],
+        )
+        for row in sorted(rows, key=place)
+    ]
+    title = (
+        "The paper's text generation by an engine's own thread, in steady state or all "
+        "requests from first to last; the decode step in milliseconds, its share of "
+        f"the memory roofline ({FLOOR}), and for how much of the time the device was "
+        "busy at least"
+    )
+    return f"{caption(title, rows)}\n\n{by_record(columns, lines)}"
+
+
+def batch(results: Path) -> str:
+    """Requests that come at once, start to end, beside vLLM's."""
+    keys = ("shape", "rows", "prompt_len", "num_new", "popularity")
+    rows = last_of(load(results, "serving_batch"), *keys)
+    if not rows:
+        return ""
+
+    def place(row: Record) -> tuple[Any, ...]:
+        return *(row[key] for key in keys[:4]), POPULARITIES.index(row["popularity"])
+
+    columns = ["model", "requests", "tokens of each", "adapters", "tokens/s"]
+    columns += ["vLLM's", "all first tokens, ms", "vLLM's"]
+    lines = [
+        (
+            row,
+            [
+                row["shape"],
+                row["rows"],
+                f"{row['prompt_len']} + {row['num_new']}",
+                row["popularity"],
+                f"**{row['tokens_per_s']:.0f}**",
+                _number(row.get("vllm_tokens_per_s")),
+                f"**{row['all_first_ms']:.0f}**",
+                _number(row.get("vllm_all_first_ms")),
+            ],
+        )
+        for row in sorted(rows, key=place)
+    ]
+    title = caption(
+        "Requests that come at once, start to end, and until all of them have their "
+        "first token",
+        rows,
+        f"vLLM's: {peers.source(peers.WHOLE_RUNS)}",
+    )
+    return f"{title}\n\n{by_record(columns, lines)}"
+
+
+def cold(results: Path) -> str:
+    """Adapters that have to be loaded first, alone and beside others."""
+    rows = last_of(load(results, "serving_cold"), "shape", "beside", "tier")
+    if not rows:
+        return ""
+    columns = ["model", "adapter from", "beside", "to its first step", "slowest"]
+    columns += ["decode step", "slowest over it"]
+    lines = [
+        (
+            row,
+            [
+                row["shape"],
+                row["tier"],
+                row["beside"],
+                _number(row["ms"], 1),
+                _number(row["slowest_load_ms"], 1),
+                _number(row.get("median_ms"), 2),
+                _number(row.get("slowest_over_median"), 2),
+            ],
+        )
+        for row in sorted(rows, key=lambda row: (row["shape"], row["beside"]))
+    ]
+    title = (
+        "Cold adapters, from disk (their pages cached by the system) and from the "
+        "host's memory, alone and beside requests that decode: milliseconds from "
+        "asking until a step can use one, median and slowest; the others' median "
+        "decode step, and the slowest during a load over it"
+    )
+    return f"{caption(title, rows)}\n\n{by_record(columns, lines)}"
+
+
+def copy(results: Path) -> str:
+    """An adapter's bytes on their way to the device."""
+    rows = last_of(load(results, "serving_copy"), "shape")
+    if not rows:
+        return ""
+
+    def took(num_bytes: int, ms: float) -> str:
+        return f"{ms:.2f} ms, {num_bytes / ms * 1e-6:.1f} GB/s"
+
+    columns = ["model", "adapter", "to its place", "plain copy"]
+    lines = [
+        (
+            row,
+            [
+                row["shape"],
+                f"{row['adapter_bytes'] / 1e6:.1f} MB",
+                took(row["adapter_bytes"], row["stage_ms"]),
+                took(row["adapter_bytes"], row["copy_ms"]),
+            ],
+        )
+        for row in sorted(rows, key=lambda row: row["shape"])
+    ]
+    title = "An adapter's way from host memory to the device, and as many bytes copied"
+    return f"{caption(title, rows)}\n\n{by_record(columns, lines)}"
+
+
+def churn(results: Path) -> str:
+    """Many more adapters than slots, against the same where nothing is loaded."""
+    keys = ("shape", "adapters", "slots", "law", "method")
+    rows = last_of(load(results, "serving_churn"), *keys)
+    if not rows:
+        return ""
+    columns = ["model", "adapters", "slots", "popularity", "adapters are", "tokens/s"]
+    columns += ["warm", "p50 / p99", "cold", "p50 / p99"]
+    lines = [
+        (
+            row,
+            [
+                *(row[key] for key in keys[:4]),
+                WHERE[row["method"]],
+                _number(row["tokens_per_s"]),
+                *_first_tokens(row, "warm"),
+                *_first_tokens(row, "cold"),
+            ],
+        )
+        for row in sorted(rows, key=lambda row: [row[key] for key in keys])
+    ]
+    title = (
+        "The same lengths with more adapters than slots: requests whose adapter was on "
+        "the device (warm) or not (cold) when they came, and milliseconds to their "
+        "first token"
+    )
+    return f"{caption(title, rows)}\n\n{by_record(columns, lines)}"
+
+
+def _first_tokens(row: Record, kind: str) -> list[str]:
+    """Return how many requests there were, and when their first tokens came."""
+    if not row[f"num_{kind}"]:
+        return ["0", ""]
+    times = [f"{row[f'{kind}_p{percent}_ms']:.0f}" for percent in (50, 99)]
+    return [str(row[f"num_{kind}"]), " / ".join(times)]
+
+
+def goals(results: Path) -> str:
+    """What serving is to reach, and whether it does."""
+    rows = last_of(load(results, "serving_goal"), "shape", "goal")
+    if not rows:
+        return ""
+    lines = [
+        (
+            row,
+            [
+                row["shape"],
+                row["goal"],
+                row["wanted"],
+                f"{row['measured']:.4g}",
+                "yes" if row["met"] else "no",
+            ],
+        )
+        for row in sorted(rows, key=lambda row: row["shape"])
+    ]
+    columns = ["model", "goal", "wanted", "measured", "met"]
+    return f"{caption('Goals of serving', rows)}\n\n{by_record(columns, lines)}"
+
+
+def measured(results: Path = RESULTS) -> str:
+    """Return the whole section of what was measured."""
+    parts: list[Callable[[Path], str]] = [trace, batch, cold, copy, churn, goals]
+    return "\n\n".join(text for part in parts if (text := part(results)))

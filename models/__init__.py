@@ -3,7 +3,7 @@
 Knows arrays and files; nothing of requests, scheduling or text.
 """
 
-from punica_jax.models._adapter import Adapter, RankPage
+from punica_jax.models._adapter import Adapter
 from punica_jax.models._adapter_report import AdapterReport, ReportRow
 from punica_jax.models._checkpoint import (
     CheckpointError,
@@ -24,8 +24,8 @@ from punica_jax.models._lora import (
     put_slot,
     set_slot,
     slot_tables,
-    write_group_page,
     write_page,
+    write_weights,
 )
 from punica_jax.models._peft import (
     make_adapter,
@@ -34,6 +34,12 @@ from punica_jax.models._peft import (
     save_adapter,
 )
 from punica_jax.models._peft_config import AdapterError, UnsupportedAdapterError
+from punica_jax.models._rank_page import (
+    EmptyBuffer,
+    HostBuffer,
+    PageShape,
+    RankPage,
+)
 from punica_jax.models._rope import RopeScaling
 from punica_jax.models._user_warning import warn_user
 
@@ -47,13 +53,16 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "DecoderLayer",
+    "EmptyBuffer",
     "GroupPools",
+    "HostBuffer",
     "KvCache",
     "LayerPools",
     "Llama",
     "LlamaConfig",
     "LoraLinear",
     "LoraPools",
+    "PageShape",
     "PoolTables",
     "RMSNorm",
     "RankPage",
@@ -74,6 +83,6 @@ __all__ = [
     "set_slot",
     "slot_tables",
     "warn_user",
-    "write_group_page",
     "write_page",
+    "write_weights",
 ]

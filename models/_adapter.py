@@ -17,6 +17,7 @@ from punica_jax.models._adapter_report import AdapterReport, ReportRow, delta_no
 from punica_jax.models._base_modules import BaseModule
 from punica_jax.models._config import MODULE_GROUPS, LlamaConfig
 from punica_jax.models._peft_binding import Binding
+from punica_jax.models._rank_page import EmptyBuffer, HostBuffer, PageShape, RankPage
 from punica_jax.pallas_kernels import RANK_PAGE
 
 # Copying waits for memory: more threads than this bring nothing.
@@ -27,18 +28,11 @@ _MAX_THREADS = 8
 ReadInto = Callable[[Mapping[str, Sequence[np.ndarray]]], None]
 
 
-class RankPage(NamedTuple):
-    """One rank page of a module group, in every layer, on its way to the device.
+class _HostPage(NamedTuple):
+    """One rank page in host memory."""
 
-    Attributes:
-      a: `[layers, C, 16, d_in]`; zeros where a module has no such rank.
-      b: `[layers, d_out_total, 16]`, as files have it; zeros likewise.
-      scale: `f32[layers, C]`, what multiplies each module's b.
-    """
-
-    a: np.ndarray
-    b: np.ndarray
-    scale: np.ndarray
+    buffer: HostBuffer
+    page: RankPage  # the same memory
 
 
 class _Part(NamedTuple):
@@ -67,6 +61,7 @@ class Adapter:
         dtypes: Mapping[str, np.dtype],
         read_into: ReadInto,
         dtype: np.dtype,
+        empty: EmptyBuffer = HostBuffer.empty,
     ) -> None:
         """Read an adapter.
 
@@ -77,6 +72,7 @@ class Adapter:
           read_into: reads the tensors.
           dtype: of the weights on the device. What overflows it becomes infinite, and
             is found when the page is written there.
+          empty: makes the memory of a page.
         """
         self.dtype = dtype
         self.rank = max(binding.rank for binding in bindings.values())
@@ -88,8 +84,9 @@ class Adapter:
             modules = slice(module.index, module.index + module.num_modules)
             count = -(-binding.rank // RANK_PAGE)
             self._counts[module.group][module.layer, modules] = count
+        self._shapes = {group: PageShape.of(config, group) for group in MODULE_GROUPS}
         self._pages = {
-            group: self._empty_pages(config, group) for group in MODULE_GROUPS
+            group: self._empty_pages(group, empty) for group in MODULE_GROUPS
         }
         parts: list[list[_Part]] = [[] for _ in range(config.num_layers)]
         for module, binding in bindings.items():
@@ -108,12 +105,12 @@ class Adapter:
     @property
     def nbytes(self) -> int:
         """Bytes of host memory that the weights take."""
-        return sum(
-            array.nbytes
-            for pages in self._pages.values()
-            for page in pages
-            for array in page
-        )
+        return sum(buffer.array.nbytes for buffer in self.all_buffers)
+
+    @property
+    def is_locked(self) -> bool:
+        """Whether all of that is memory that devices copy from directly."""
+        return all(buffer.is_locked for buffer in self.all_buffers)
 
     def digest(self) -> str:
         """Return what two adapters share only if their weights are the same."""
@@ -121,9 +118,8 @@ class Adapter:
         for group, pages in self._pages.items():
             digest.update(f"{group} {len(pages)}".encode())
             digest.update(self._counts[group].data)
-            for page in pages:
-                for array in page:
-                    digest.update(array.view(np.uint8).data)
+            for buffer, _ in pages:
+                digest.update(buffer.array.view(np.uint8).data)
         return digest.hexdigest()
 
     def counts(self, group: str) -> np.ndarray:
@@ -141,20 +137,40 @@ class Adapter:
           group: the module group.
           index: which page of the adapter, from 0 to `num_pages(group) - 1`.
         """
-        return self._pages[group][index]
+        return self._pages[group][index].page
 
-    def _empty_pages(self, config: LlamaConfig, group: str) -> list[RankPage]:
-        layers, d_outs = config.num_layers, config.d_outs(group)
-        a_shape = (layers, len(d_outs), RANK_PAGE, config.d_in(group))
-        b_shape = (layers, sum(d_outs), RANK_PAGE)
-        return [
-            RankPage(
-                np.empty(a_shape, self.dtype),
-                np.empty(b_shape, self.dtype),
-                np.ones((layers, len(d_outs)), np.float32),
-            )
-            for _ in range(self.num_pages(group))
-        ]
+    @property
+    def all_buffers(self) -> Iterator[HostBuffer]:
+        """The memory of all pages."""
+        return (buffer for pages in self._pages.values() for buffer, _ in pages)
+
+    def buffers(self, group: str) -> list[HostBuffer]:
+        """Return the memory of the group's pages, in order; see `PageShape.cut`.
+
+        It is theirs for as long as who asked holds it.
+        """
+        return [buffer for buffer, _ in self._pages[group]]
+
+    def move(self, empty: EmptyBuffer) -> None:
+        """Bring the weights to other memory; others may read them meanwhile.
+
+        Args:
+          empty: makes it, for one page after the other.
+        """
+        for group, pages in self._pages.items():
+            for index, (old, _) in enumerate(pages):
+                new = empty(old.array.size, self.dtype)
+                _copy(old.array, new.array)
+                pages[index] = _HostPage(new, self._shapes[group].cut(new.array))
+
+    def _empty_pages(self, group: str, empty: EmptyBuffer) -> list[_HostPage]:
+        shape, pages = self._shapes[group], []
+        for _ in range(self.num_pages(group)):
+            buffer = empty(shape.size(self.dtype), self.dtype)
+            page = shape.cut(buffer.array)
+            page.scale[:] = 1
+            pages.append(_HostPage(buffer, page))
+        return pages
 
     def _part(
         self, config: LlamaConfig, module: BaseModule, binding: Binding, is_folded: bool
@@ -165,7 +181,8 @@ class Adapter:
         modules = slice(module.index, module.index + module.num_modules)
         part = _Part(module, binding, [], [], is_folded)
         firsts = range(0, binding.rank, RANK_PAGE)
-        for page, first in zip(self._pages[module.group], firsts, strict=False):
+        pages = self._pages[module.group]
+        for (_, page), first in zip(pages, firsts, strict=False):
             lanes = min(binding.rank - first, RANK_PAGE)
             part.a.append(page.a[module.layer, modules, :lanes])
             part.b.append(page.b[module.layer, columns, :lanes])
@@ -208,7 +225,7 @@ class Adapter:
                 if module.group == group
             )
             if covered < len(MODULE_GROUPS[group]) * RANK_PAGE * len(pages):
-                for page in pages:
+                for _, page in pages:
                     page.a[layer].view(np.uint8)[...] = 0
                     page.b[layer].view(np.uint8)[...] = 0
 

@@ -17,6 +17,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Bool, Float, Int
 
 from punica_jax.models._config import MODULE_GROUPS, LlamaConfig
+from punica_jax.models._rank_page import PageShape, RankPage
 from punica_jax.pallas_kernels import RANK_PAGE, LoraPool
 
 
@@ -68,6 +69,10 @@ class GroupPools:
     @property
     def num_layers(self) -> int:
         return self.num_pages.shape[0] // self.page_table.shape[0]
+
+    @property
+    def page_shape(self) -> PageShape:
+        return PageShape(self.num_layers, self.a.shape[-1], self.d_outs)
 
     @property
     def pages_per_layer(self) -> int:
@@ -256,40 +261,39 @@ def write_page(
     Returns:
       The pools, and whether all values are finite as they lie in them.
     """
-    written, finite = write_group_page(pools.group(group), page, a_page, b_page, scale)
+    own, rank_page = pools.group(group), RankPage(a_page, b_page, scale)
+    (a, b), finite = write_weights((own.a, own.b), page, rank_page, own.d_outs)
+    written = dataclasses.replace(own, a=a, b=b)
     return dataclasses.replace(pools, **{group: written}), finite
 
 
-def write_group_page(
-    pools: GroupPools,
+def write_weights(
+    weights: tuple[Array, Array],
     page: Int[ArrayLike, ""],
-    a_page: Float[Array | np.ndarray, "layers C lanes d_in"],
-    b_page: Float[Array | np.ndarray, "layers d_out_total lanes"],
-    scale: Float[Array | np.ndarray, "layers C"],
-) -> tuple[GroupPools, Bool[Array, ""]]:
-    """Do what `write_page` does, with the pools of that group alone.
+    rank_page: RankPage,
+    d_outs: tuple[int, ...],
+) -> tuple[tuple[Array, Array], Bool[Array, ""]]:
+    """Do what `write_page` does, with the A and B of that group's pools alone.
 
-    A launch costs the host time for every array that goes through it: a fourth of them
-    is a fourth of the time.
+    A launch costs the host time for every array that goes through it.
     """
-    layers, dtype = pools.num_layers, pools.a.dtype
-    lanes, d_out_total = pools.b.shape[1:]
-    assert a_page.shape == (layers, *pools.a.shape[1:]), a_page.shape
-    assert b_page.shape == (layers, d_out_total, lanes), b_page.shape
-    assert a_page.dtype == b_page.dtype == dtype, (a_page.dtype, b_page.dtype)
+    a, b = weights
+    a_page, b_page, scale = map(jnp.asarray, rank_page)
+    layers, d_out_total, lanes = b_page.shape
+    assert a_page.shape == (layers, *a.shape[1:]), a_page.shape
+    assert b.shape[1:] == (lanes, d_out_total), b_page.shape
+    assert a_page.dtype == b_page.dtype == b.dtype, (a_page.dtype, b_page.dtype)
     scales = jnp.concatenate(
         [
             jnp.broadcast_to(scale[:, i : i + 1], (layers, d_out))
-            for i, d_out in enumerate(pools.d_outs)
+            for i, d_out in enumerate(d_outs)
         ],
         axis=1,
     )
-    scaled = jnp.asarray(b_page).astype(jnp.float32) * scales[:, :, None]
-    b_page = scaled.astype(dtype).transpose(0, 2, 1)
-    written = dataclasses.replace(
-        pools, a=_put(pools.a, a_page, page), b=_put(pools.b, b_page, page)
-    )
-    return written, _all_finite(jnp.asarray(a_page)) & _all_finite(b_page)
+    scaled = b_page.astype(jnp.float32) * scales[:, :, None]
+    b_page = scaled.astype(b.dtype).transpose(0, 2, 1)
+    is_finite = _all_finite(a_page) & _all_finite(b_page)
+    return (_put(a, a_page, page), _put(b, b_page, page)), is_finite
 
 
 def _put(array: Array, rows: Array | np.ndarray, index: Int[ArrayLike, ""]) -> Array:
@@ -336,7 +340,7 @@ def put_slot(
     slot: Int[ArrayLike, ""],
     tables: Mapping[str, tuple[Array | np.ndarray, Array | np.ndarray]],
 ) -> PoolTables:
-    """Do what `set_slot` does, with the tables alone; see `write_group_page`."""
+    """Do what `set_slot` does, with the tables alone; see `write_weights`."""
     assert tables.keys() == MODULE_GROUPS.keys(), sorted(tables)
     put = lax.dynamic_update_index_in_dim
     return {

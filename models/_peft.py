@@ -31,6 +31,7 @@ from punica_jax.models._peft_config import (
     PeftLoraConfig,
     UnsupportedAdapterError,
 )
+from punica_jax.models._rank_page import EmptyBuffer, HostBuffer
 from punica_jax.models._safetensors import (
     SafetensorsFile,
     SafetensorsFileError,
@@ -67,6 +68,7 @@ def read_adapter(
     *,
     dtype: Any,
     base_names: Sequence[str] = (),
+    empty: EmptyBuffer = HostBuffer.empty,
 ) -> Adapter:
     """Read a PEFT directory, and check all of it against the base model.
 
@@ -97,7 +99,9 @@ def read_adapter(
         _compare_base_names(path, lora.base_name, base_names)
         with _bound_file(path, lora, config) as (file, bindings):
             dtypes = {name: _DTYPES[info.dtype] for name, info in file.tensors.items()}
-            return Adapter(config, bindings, dtypes, file.read_into, np.dtype(dtype))
+            return Adapter(
+                config, bindings, dtypes, file.read_into, np.dtype(dtype), empty
+            )
 
 
 def read_rank(path: str | os.PathLike[str], config: LlamaConfig) -> int:
@@ -154,6 +158,7 @@ def make_adapter(
     tensors: Mapping[str | tuple[int, str], tuple[Any, Any]],
     *,
     dtype: Any,
+    empty: EmptyBuffer = HostBuffer.empty,
     **fields: Any,
 ) -> Adapter:
     """Make an adapter of arrays, without files: as if they were saved and read.
@@ -161,7 +166,7 @@ def make_adapter(
     Args:
       config: the base model's.
       tensors: see `save_adapter`.
-      dtype: see `read_adapter`.
+      dtype: see `read_adapter`; and so `empty`.
       **fields: see `save_adapter`.
 
     Raises:
@@ -179,7 +184,7 @@ def make_adapter(
             for piece, part in zip(pieces, rows, strict=True):
                 piece[...] = part
 
-    return Adapter(config, bindings, dtypes, read_into, np.dtype(dtype))
+    return Adapter(config, bindings, dtypes, read_into, np.dtype(dtype), empty)
 
 
 def _as_files(

@@ -13,7 +13,13 @@ import numpy as np
 
 from punica_jax.base_model import BaseModel
 from punica_jax.hub import local_dir
-from punica_jax.models import Adapter, LlamaConfig, make_adapter, read_adapter
+from punica_jax.models import (
+    Adapter,
+    EmptyBuffer,
+    HostBuffer,
+    make_adapter,
+    read_adapter,
+)
 from punica_jax.placements import check_name, check_sources
 
 # A PEFT directory or an id of the hub, or weights: see `save_adapter`.
@@ -28,7 +34,11 @@ _CONFIG_FILE = "adapter_config.json"
 
 
 class AdapterSources:
-    """Ways to read adapters of one base model into host memory."""
+    """Ways to read adapters of one base model into host memory.
+
+    Attributes:
+      empty: makes that memory, one rank page after the other.
+    """
 
     def __init__(self, base: BaseModel, folder: str | os.PathLike[str] | None):
         """Take the base, and a directory of PEFT directories, if there is one.
@@ -38,6 +48,7 @@ class AdapterSources:
         """
         self._config, self._dtype = base.config, np.dtype(base.dtype)
         self._base_names = base.names
+        self.empty: EmptyBuffer = HostBuffer.empty
         self._folder = None if folder is None else Path(folder)
         if self._folder is not None and not self._folder.is_dir():
             raise ValueError(f"adapters_dir must be a directory, got {folder!r}")
@@ -70,16 +81,12 @@ class AdapterSources:
         """
         check_name(name)
         if isinstance(source, Mapping):
-            return functools.partial(
-                make_adapter, self._config, source, dtype=self._dtype, **fields
-            )
+            return functools.partial(self._make, source, fields)
         if fields:
             raise ValueError(
                 f"only weights take fields of {_CONFIG_FILE}, got {sorted(fields)}"
             )
-        return functools.partial(
-            _read, source, self._config, dtype=self._dtype, base_names=self._base_names
-        )
+        return functools.partial(self._read, source)
 
     def find(self, name: str) -> Callable[[], Adapter] | None:
         """Return what reads the directory's adapter of that name, if there is one."""
@@ -94,8 +101,16 @@ class AdapterSources:
             return None
         return self.reader(name, path, {})
 
+    def _read(self, source: str | os.PathLike[str]) -> Adapter:
+        return read_adapter(
+            local_dir(source, "adapter"),
+            self._config,
+            dtype=self._dtype,
+            base_names=self._base_names,
+            empty=self.empty,
+        )
 
-def _read(
-    source: str | os.PathLike[str], config: LlamaConfig, **options: Any
-) -> Adapter:
-    return read_adapter(local_dir(source, "adapter"), config, **options)
+    def _make(self, tensors: Any, fields: Mapping[str, Any]) -> Adapter:
+        return make_adapter(
+            self._config, tensors, dtype=self._dtype, empty=self.empty, **fields
+        )

@@ -6,23 +6,26 @@ called, is others' business.
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 
+from punica_jax.locked_pages import LockedPages
+from punica_jax.memory import locked_bytes
 from punica_jax.models import (
     MODULE_GROUPS,
     Adapter,
-    AdapterReport,
-    GroupPools,
+    EmptyBuffer,
+    HostBuffer,
     LoraPools,
+    PageShape,
     PoolTables,
-    RankPage,
     put_slot,
     slot_tables,
-    write_group_page,
+    write_weights,
 )
 from punica_jax.packing import Layout, pack, unpack
 
@@ -31,14 +34,12 @@ class StagedAdapter(NamedTuple):
     """An adapter on the device, not in the pools yet.
 
     Attributes:
-      pages: module group -> its pages, whose arrays are the device's.
-      counts: module group -> `i32[layers, C]`, the pages that each module uses.
-      report: the adapter's.
+      pages: module group -> its pages, as `PageShape.cut` takes them.
+      tables: the slot that it is for, and its tables; packed.
     """
 
-    pages: dict[str, list[RankPage]]
-    counts: dict[str, np.ndarray]
-    report: AdapterReport
+    pages: dict[str, list[jax.Array]]
+    tables: jax.Array
 
 
 class DevicePools:
@@ -51,21 +52,34 @@ class DevicePools:
     def __init__(self, pools: LoraPools):
         """Take over empty pools, and compile what writes them."""
         self.pools = pools
-        self._write_page = jax.jit(
-            _write_packed, donate_argnums=0, static_argnames=("layout", "group")
-        )
-        self._set_slot = jax.jit(
-            _show_packed, donate_argnums=0, static_argnames="layout"
-        )
+        self._device = next(iter(pools.qkv.a.devices()))
+        self._locked: LockedPages | None = None
         # Here already: to bring a number takes longer than to launch a program.
         self._finite = jnp.bool_(True)
         self._indices = [jnp.int32(index) for index in range(pools.max_pages)]
+        self._write_page: dict[str, Callable[..., Any]] = {}
+        self._set_slot: Callable[..., Any]
         self._compile()
 
     @property
     def programs(self) -> list[str]:
         """Names of the compiled programs, one each."""
         return [*(f"write_page[{group}]" for group in MODULE_GROUPS), "set_slot"]
+
+    def lock(self, host_bytes: float) -> EmptyBuffer:
+        """Take page-locked host memory; what is read into it comes here faster.
+
+        Args:
+          host_bytes: what adapters may take of the host's memory in all.
+
+        Returns:
+          What makes such memory for a rank page, or other memory once it is used up.
+        """
+        num_bytes, dtype = locked_bytes(host_bytes, self._device), self.pools.dtype
+        shapes = (self.pools.group(group).page_shape for group in MODULE_GROUPS)
+        sizes = [shape.size(dtype) for shape in shapes]
+        self._locked = LockedPages(self._device, sizes, dtype, num_bytes)
+        return self._locked.empty
 
     def write(self, adapter: Adapter, pages: Mapping[str, Sequence[int]]) -> bool:
         """Write an adapter's weights to rank pages that no slot uses.
@@ -77,121 +91,157 @@ class DevicePools:
         Returns:
           Whether all its values are finite, as the device found them.
         """
-        staged = self.stage(adapter)
-        packed = self._packed(0, pages, staged.counts)
-        return bool(self._write(packed, staged.pages))
+        return bool(self._write(self.stage(adapter, 0, pages)))
 
     def show(
         self, slot: int, adapter: Adapter, pages: Mapping[str, Sequence[int]]
     ) -> None:
         """Point a slot at written pages: rows see the adapter from the next step on."""
-        counts = {group: adapter.counts(group) for group in pages}
-        self._show(self._packed(slot, pages, counts))
+        self._show(self._tables(slot, adapter, pages))
 
-    def stage(self, adapter: Adapter) -> StagedAdapter:
+    def stage(
+        self, adapter: Adapter, slot: int, pages: Mapping[str, Sequence[int]]
+    ) -> StagedAdapter:
         """Copy an adapter to the device, beside the pools, and wait for it.
 
         Touches nothing that steps use: other threads may call it meanwhile.
-        """
-        pages = {
-            group: [
-                adapter.page(group, index) for index in range(adapter.num_pages(group))
-            ]
-            for group in MODULE_GROUPS
-        }
-        pages = jax.block_until_ready(jax.device_put(pages))
-        counts = {group: adapter.counts(group) for group in MODULE_GROUPS}
-        return StagedAdapter(pages, counts, adapter.report)
 
-    def place(
-        self, slot: int, staged: StagedAdapter, pages: Mapping[str, Sequence[int]]
-    ) -> Callable[[], bool]:
-        """Write a staged adapter to its pages, and point a slot at them.
+        Args:
+          adapter: its weights, in the pools' dtype.
+          slot: the slot that it is for.
+          pages: module group -> the pages for it.
+        """
+        # Held until the copies are there: it may be moved to other memory meanwhile.
+        held = {group: adapter.buffers(group) for group in MODULE_GROUPS}
+        copies = {group: list(map(self._copy, own)) for group, own in held.items()}
+        staged = StagedAdapter(copies, self._tables(slot, adapter, pages))
+        jax.block_until_ready(staged)
+        if self._locked is not None:
+            self._locked.note_copied(adapter)
+        return staged
+
+    def place(self, staged: StagedAdapter) -> Callable[[], bool]:
+        """Write a staged adapter to its pages, and point its slot at them.
 
         Does not wait: rows of the next step see it.
 
         Args:
-          slot: the slot; no row of a step in flight may name it.
-          staged: what `stage` returned.
-          pages: module group -> the pages for it, which no slot in use names.
+          staged: what `stage` returned; no row of a step in flight may name its slot,
+            and no slot in use its pages.
 
         Returns:
           What waits, and tells whether all its values are finite.
         """
-        packed = self._packed(slot, pages, staged.counts)
-        is_finite = self._write(packed, staged.pages)
-        self._show(packed)
+        is_finite = self._write(staged)
+        self._show(staged.tables)
         is_finite.copy_to_host_async()
         return lambda: bool(is_finite)
 
     def clear_slot(self, slot: int) -> None:
         """Empty a slot: rows that name it get no adapter's product."""
-        self._show(self._packed(slot))
+        self._show(self._tables(slot))
+
+    def _copy(self, buffer: HostBuffer) -> jax.Array:
+        """Begin to copy a page."""
+        if not buffer.is_locked:
+            return jax.device_put(buffer.array)
+        sharding = SingleDeviceSharding(self._device, memory_kind="device")
+        return jax.device_put(buffer.source, sharding)
+
+    def _tables(
+        self,
+        slot: int,
+        adapter: Adapter | None = None,
+        pages: Mapping[str, Sequence[int]] | None = None,
+    ) -> jax.Array:
+        """Bring a slot's number and tables to the device, in one copy."""
+        return jax.device_put(self._packed(slot, adapter, pages)[0])
 
     def _packed(
         self,
         slot: int,
+        adapter: Adapter | None = None,
         pages: Mapping[str, Sequence[int]] | None = None,
-        counts: Mapping[str, np.ndarray] | None = None,
-    ) -> tuple[jax.Array, Layout]:
-        """Bring a slot's number and tables to the device, in one copy."""
+    ) -> tuple[np.ndarray, Layout]:
+        counts = None
+        if adapter is not None:
+            counts = {group: adapter.counts(group) for group in MODULE_GROUPS}
         tables = slot_tables(self.pools, pages, counts)
-        packed, layout = pack((np.asarray(slot, np.int32), tables))
-        return jax.device_put(packed), layout
+        return pack((np.asarray(slot, np.int32), tables))
 
-    def _write(
-        self,
-        packed: tuple[jax.Array, Layout],
-        pages: Mapping[str, Sequence[RankPage]],
-    ) -> jax.Array:
+    def _write(self, staged: StagedAdapter) -> jax.Array:
         """Write pages where the tables say; return whether all are finite, later."""
         is_finite = self._finite
-        for group, own in pages.items():
+        for group, own in staged.pages.items():
+            pools, write = self.pools.group(group), self._write_page[group]
+            weights = pools.a, pools.b
             for index, page in zip(self._indices, own, strict=False):
-                pools = self.pools.group(group)
-                written, is_finite = self._write_page(
-                    pools, is_finite, index, page, packed[0], packed[1], group
+                weights, is_finite = write(
+                    weights, is_finite, index, page, staged.tables
                 )
-                self.pools = dataclasses.replace(self.pools, **{group: written})
+            if own:
+                a, b = weights
+                pools = dataclasses.replace(pools, a=a, b=b)
+                self.pools = dataclasses.replace(self.pools, **{group: pools})
         return is_finite
 
-    def _show(self, packed: tuple[jax.Array, Layout]) -> None:
+    def _show(self, packed: jax.Array) -> None:
         self.pools = self.pools.replace_tables(
-            self._set_slot(self.pools.tables, *packed)
+            self._set_slot(self.pools.tables, packed)
         )
 
     def _compile(self) -> None:
-        layers, pages = self.pools.num_layers, {}
+        """Compile what writes, whatever is written.
+
+        Not when it is called first: arrays that were copied from locked memory belong
+        to a device by JAX's rules, and so would the pools from then on; every program
+        that takes them would be compiled again.
+        """
+        packed, layout = self._packed(0)
+        tables, pages = jax.device_put(packed), {}
+        write = jax.jit(
+            _write_packed,
+            donate_argnums=0,
+            static_argnames=("layout", "group", "shape"),
+        )
         for group in MODULE_GROUPS:
             pools = self.pools.group(group)
-            (lanes, d_out), num_modules = pools.b.shape[1:], len(pools.d_outs)
-            zeros = RankPage(
-                np.zeros((layers, *pools.a.shape[1:]), pools.a.dtype),
-                np.zeros((layers, d_out, lanes), pools.a.dtype),
-                np.zeros((layers, num_modules), np.float32),
-            )
-            pages[group] = [zeros]
+            page = np.zeros(pools.page_shape.size(pools.a.dtype), pools.a.dtype)
+            pages[group] = [page]
+            self._write_page[group] = write.lower(
+                *((pools.a, pools.b), self._finite, self._indices[0], page, tables),
+                layout=layout,
+                group=group,
+                shape=pools.page_shape,
+            ).compile()
+        show = jax.jit(_show_packed, donate_argnums=0, static_argnames="layout")
+        lowered = show.lower(self.pools.tables, tables, layout=layout)
+        self._set_slot = lowered.compile()
         # Slot 0 is empty and page 0 free: writing zeros there changes nothing. Copied
         # all at once, as adapters are: the first time, a GPU's driver locks host memory
         # for it, and steps would have to wait for that (50 ms on an H200's host).
-        packed = self._packed(0)
-        self._write(packed, jax.block_until_ready(jax.device_put(pages)))
-        self._show(packed)
+        copies = jax.block_until_ready(jax.device_put(pages))
+        self._write(StagedAdapter(copies, tables))
+        self._show(tables)
 
 
 def _write_packed(
-    pools: GroupPools,
+    weights: tuple[jax.Array, jax.Array],
     is_finite: jax.Array,
     index: jax.Array,
-    page: RankPage,
+    page: jax.Array,
     packed: jax.Array,
+    *,
     layout: Layout,
     group: str,
-) -> tuple[GroupPools, jax.Array]:
+    shape: PageShape,
+) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
     """Write an adapter's page number `index` where its packed tables say."""
     _, tables = unpack(packed, layout)
     page_row, _ = tables[group]
-    written, is_page_finite = write_group_page(pools, page_row[index], *page)
+    written, is_page_finite = write_weights(
+        weights, page_row[index], shape.cut(page), shape.d_outs
+    )
     return written, is_finite & is_page_finite
 
 

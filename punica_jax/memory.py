@@ -28,6 +28,9 @@ from punica_jax.workspace import workspace_bytes
 
 # The first NVIDIA GPUs that compute in bfloat16 (Ampere).
 _MIN_BFLOAT16_CAPABILITY = 8.0
+# Locking takes an H200's host about half a second for each GiB, before it serves; 50
+# adapters of rank 16 of a 7B model have room there.
+_MOST_LOCKED_BYTES = 4 << 30
 
 
 def default_device() -> Any:
@@ -123,6 +126,19 @@ def host_adapter_bytes(limit: float | None) -> float:
     if limit is not None:
         return host.share("host_adapter_memory", limit)
     return math.inf if host.total_bytes is None else host.total_bytes // 4
+
+
+def locked_bytes(host_bytes: float, device: Any) -> int:
+    """Return how much of adapters' host memory is page-locked, at most a half.
+
+    Args:
+      host_bytes: what they may take.
+      device: a `jax.Device`; 0 for one that does not copy from such memory faster.
+    """
+    kinds = {memory.kind for memory in device.addressable_memories()}
+    if device.platform != "gpu" or "pinned_host" not in kinds:
+        return 0
+    return int(min(host_bytes / 2, _MOST_LOCKED_BYTES))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

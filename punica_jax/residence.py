@@ -5,6 +5,7 @@ to the device is given to it, and runs in other threads: steps go on meanwhile.
 """
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -246,9 +247,10 @@ class AdapterResidence(AdapterRegistry):
         for one in leaving:
             self._displace(one)
             one.stats.num_evictions += 1
-        version.placement = self._table.allocate(version.key, num_pages, host.rank)
-        self._placed[version] = None
-        self._tasks.start(version, "stage", lambda: self._device.stage(host))
+        placed = self._table.allocate(version.key, num_pages, host.rank)
+        version.placement, self._placed[version] = placed, None
+        stage = functools.partial(self._device.stage, host, placed.slot, placed.pages)
+        self._tasks.start(version, "stage", stage)
         return True
 
     def _idle_for(
@@ -309,10 +311,9 @@ class AdapterResidence(AdapterRegistry):
     def _take_staged(self, version: Version, staged: Any) -> None:
         host, placement = version.host, version.placement
         assert host is not None and placement is not None
-        pages = placement.pages
-        version.is_finite = self._device.place(placement.slot, staged, pages)
-        self._table.publish(placement, staged.report)
-        version.ready, version.report = True, staged.report
+        version.is_finite = self._device.place(staged)
+        self._table.publish(placement, host.report)
+        version.ready, version.report = True, host.report
         if not version.loaded.done():
             version.loaded.set_result(None)
         version.stats.num_loads += 1

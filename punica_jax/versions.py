@@ -34,14 +34,12 @@ class HostAdapter(Protocol):
 class Device(Protocol):
     """What copies adapters to the device: `DevicePools`."""
 
-    def stage(self, adapter: Any) -> Any:
-        """Copy an adapter to the device, beside the pools; waits. In any thread."""
+    def stage(self, adapter: Any, slot: int, pages: Mapping[str, Sequence[int]]) -> Any:
+        """Copy an adapter to the device, for a slot and pages; waits. In any thread."""
         ...
 
-    def place(
-        self, slot: int, staged: Any, pages: Mapping[str, Sequence[int]]
-    ) -> Callable[[], bool]:
-        """Write what was staged to its pages, and point the slot at them.
+    def place(self, staged: Any) -> Callable[[], bool]:
+        """Write what was staged to its pages, and point its slot at them.
 
         Does not wait. Returns what waits, and tells whether all values are finite.
         """

@@ -48,8 +48,6 @@ class QuickRunner(Runner):
         QuickRunner._first = first = QuickRunner._first or self
         for name in ("_step", "_write_seat", "_draw", "_logprobs", "_prompt_logprobs"):
             setattr(self, name, getattr(first, name))
-        for name in ("_write_page", "_set_slot"):
-            setattr(self.adapters, name, getattr(first.adapters, name))
 
 
 @contextlib.contextmanager

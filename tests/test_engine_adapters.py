@@ -690,10 +690,10 @@ def hold_copies(engine, monkeypatch):
     begun, go = threading.Event(), threading.Event()
     stage = engine._residence._device.stage
 
-    def slow(adapter):
+    def slow(*args):
         begun.set()
         assert go.wait(20)
-        return stage(adapter)
+        return stage(*args)
 
     monkeypatch.setattr(engine._residence._device, "stage", slow)
     return begun, go

@@ -17,7 +17,7 @@ from punica_jax.memory import (
     default_device,
     default_dtype,
 )
-from punica_jax.models import KvCache, Llama, LoraPools, read_adapter
+from punica_jax.models import MODULE_GROUPS, KvCache, Llama, LoraPools, read_adapter
 from punica_jax.sizes import Sizes
 from punica_jax.step import run_step
 from punica_jax.workspace import workspace_bytes
@@ -55,7 +55,8 @@ def test_the_plan_is_what_is_taken(served_by, num_staged, checkpoint, request):
     assert plan.num_params == sum(leaf.size for leaf in runner._weights)
     largest = read_adapter(checkpoint / "c", CONFIG, dtype="float32")
     assert largest.rank == plan.sizes.max_rank
-    staged = runner.adapters.stage(largest)
+    pages = {group: range(largest.num_pages(group)) for group in MODULE_GROUPS}
+    staged = runner.adapters.stage(largest, 0, pages)
     assert plan.staging_bytes == num_staged * nbytes(staged.pages)
 
 

@@ -89,17 +89,18 @@ class FakeDevice:
         self.slots: dict[int, FakeHost] = {}
         self.broken: list[Exception] = []
 
-    def stage(self, adapter: FakeHost) -> Any:
+    def stage(
+        self, adapter: FakeHost, slot: int, pages: Mapping[str, Sequence[int]]
+    ) -> Any:
         if self.broken:
             raise self.broken.pop()
-        return adapter
+        assert {group: len(own) for group, own in pages.items()} == adapter.pages
+        return slot, adapter
 
-    def place(
-        self, slot: int, staged: Any, pages: Mapping[str, Sequence[int]]
-    ) -> Callable[[], bool]:
-        assert {group: len(own) for group, own in pages.items()} == staged.pages
-        self.slots[slot] = staged
-        return lambda: staged.is_finite
+    def place(self, staged: Any) -> Callable[[], bool]:
+        slot, adapter = staged
+        self.slots[slot] = adapter
+        return lambda: adapter.is_finite
 
 
 class FakeExecutor(Executor):

@@ -13,7 +13,14 @@ import numpy as np
 
 from punica_jax.adapters import AdapterTable
 from punica_jax.bench_model import BenchModel, num_rank_pages
-from punica_jax.models import MODULE_GROUPS, LlamaConfig, read_adapter, save_adapter
+from punica_jax.models import (
+    MODULE_GROUPS,
+    EmptyBuffer,
+    HostBuffer,
+    LlamaConfig,
+    read_adapter,
+    save_adapter,
+)
 from punica_jax.policies import FirstComeFirstServed
 from punica_jax.residence import AdapterResidence
 from punica_jax.sequence import SequenceState
@@ -166,6 +173,7 @@ def on_disk(
     num_slots: int,
     host_bytes: float,
     wake: Callable[[], None],
+    empty: EmptyBuffer = HostBuffer.empty,
 ) -> AdapterResidence:
     """Return a residence that knows some adapters of a folder and has read none."""
     num_pages = num_slots * num_rank_pages(RANK)
@@ -176,7 +184,7 @@ def on_disk(
     )
     for name in names:
         read = functools.partial(
-            read_adapter, folder / name, bench.config, dtype=bench.dtype
+            read_adapter, folder / name, bench.config, dtype=bench.dtype, empty=empty
         )
         residence.register(name, read)
     return residence

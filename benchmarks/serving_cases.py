@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
+from benchmarks.adapter_copies import copies
 from benchmarks.serving_adapters import (
     AllThere,
     LargestGroup,
@@ -36,13 +36,11 @@ from benchmarks.serving_trace import (
 )
 from punica_jax.bench_model import BenchModel
 from punica_jax.memory import host_adapter_bytes
-from punica_jax.models import read_adapter
 from punica_jax.pallas_kernels.shapes import Popularity
 from punica_jax.sizes import Sizes
 
 Record = dict[str, Any]
 _POLL_S = 0.01
-_NUM_COPIES = 5
 # Requests of their own kind, beyond the numbers of others.
 _COLD_NUMBER = 1 << 20
 # Steps of the baseline before those that count: its first prompt.
@@ -75,6 +73,7 @@ class Cases:
         self._seconds = seconds
         self._swap_steps = swap_steps
         self._num_requests = num_requests
+        self._empty = bench.runner.adapters.lock(host_adapter_bytes(None))
 
     def trace(self, popularity: Popularity | None, *, whole: bool) -> Record:
         """Serve the paper's workload, for a while or from its start to its end."""
@@ -127,16 +126,8 @@ class Cases:
         return record
 
     def copy(self, folder: Path) -> Record:
-        """Time an adapter's way from host memory to the device, and a plain copy."""
-        path = folder / "a0"
-        adapter = read_adapter(path, self.bench.config, dtype=self.bench.dtype)
-        pools = self.bench.runner.adapters
-        plain = np.zeros(adapter.nbytes, np.uint8)
-        return {
-            "adapter_bytes": adapter.nbytes,
-            "stage_ms": _best_ms(lambda: pools.stage(adapter)),
-            "copy_ms": _best_ms(lambda: jax.block_until_ready(jax.device_put(plain))),
-        }
+        """Time an adapter's way from host memory to the device, and plain copies."""
+        return copies(self.bench, folder / "a0", self._empty)
 
     def cold(self, folder: Path, count: int, beside: int) -> Iterator[Record]:
         """Ask for adapters that are on disk, then for the same ones on the host.
@@ -159,6 +150,7 @@ class Cases:
                 num_slots=beside + 1,
                 host_bytes=math.inf,
                 wake=functools.partial(awake.put, None),
+                empty=self._empty,
             )
             for name in others:
                 residence.pin(name)
@@ -222,6 +214,7 @@ class Cases:
                     num_slots=num_slots,
                     host_bytes=host_adapter_bytes(None),
                     wake=functools.partial(awake.put, None),
+                    empty=self._empty,
                 )
                 server = Server(self.bench, self.sizes, residence, awake=awake)
                 steps, answers = self._steady(server, requests)
@@ -332,12 +325,3 @@ def _mark(time_s: float) -> Step:
 async def _until(condition: Callable[[], bool]) -> None:
     while not condition():
         await asyncio.sleep(_POLL_S)
-
-
-def _best_ms(work: Callable[[], Any]) -> float:
-    times = []
-    for _ in range(_NUM_COPIES):
-        start = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - start)
-    return 1e3 * min(times)

@@ -15,6 +15,7 @@ from benchmarks.serving_cases import _decode_during
 from benchmarks.serving_goals import goals, vllm
 from benchmarks.serving_model import Step, floor_s, summary
 from benchmarks.serving_trace import Request
+from punica_jax import device_pools
 from punica_jax.sequence import DEFAULT_TERMS
 from tests.benchmark_cases import TINY
 
@@ -217,7 +218,11 @@ def of(records, part):
 @pytest.mark.slow
 def test_batch_cold_and_churn(tmp_path, monkeypatch, capsys):
     words = "--parts batch cold churn --batch 8 4 --loads 3 --adapters 18 --slots 2"
+    monkeypatch.setattr(device_pools, "locked_bytes", lambda *_: 1 << 20)
     records = run(tmp_path, monkeypatch, words)
+    [copy] = of(records, "copy")
+    for name in ("stage_ms", "copy_ms", "place_ms"):
+        assert copy[name] > 0 and copy[f"locked_{name}"] > 0
     for record in of(records, "batch"):
         assert record["tokens_per_s"] * record["seconds"] == pytest.approx(2 * 4)
         assert 0 < record["all_first_ms"] <= 1e3 * record["seconds"] + 50

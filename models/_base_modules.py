@@ -3,8 +3,10 @@
 Knows names and widths only: no weights, no files, no adapters.
 """
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from punica_jax.models._config import MODULE_GROUPS, LlamaConfig
 
@@ -55,3 +57,9 @@ def base_modules(config: LlamaConfig) -> Iterator[BaseModule]:
                 continue
             for index, (name, d_out) in enumerate(zip(names, d_outs, strict=True)):
                 yield BaseModule(layer, group, index, 1, name, d_in, d_out)
+
+
+@functools.lru_cache(maxsize=8)
+def modules_by_path(config: LlamaConfig) -> Mapping[str, BaseModule]:
+    """Return all of them by path; every adapter that is read asks for them."""
+    return MappingProxyType({module.path: module for module in base_modules(config)})

@@ -18,7 +18,7 @@ from safetensors.numpy import save_file
 
 from punica_jax.models._adapter import Adapter
 from punica_jax.models._adapter_report import AdapterReport, ReportRow
-from punica_jax.models._base_modules import BaseModule, base_modules
+from punica_jax.models._base_modules import BaseModule, modules_by_path
 from punica_jax.models._config import LlamaConfig
 from punica_jax.models._peft_binding import (
     Binding,
@@ -193,7 +193,7 @@ def _as_files(
     fields: Mapping[str, Any],
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """Return the fields and the named tensors that PEFT would have in its files."""
-    known = {module.path: module for module in base_modules(config)}
+    known = modules_by_path(config)
     factors = {
         known[module_path]: (np.asarray(a), np.asarray(b))
         for module_path, (a, b) in _by_path(tensors, known).items()

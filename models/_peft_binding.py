@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from punica_jax.models._base_modules import BaseModule, base_modules
+from punica_jax.models._base_modules import BaseModule, modules_by_path
 from punica_jax.models._config import LlamaConfig
 from punica_jax.models._peft_config import (
     UNADAPTED_MODULES,
@@ -71,7 +71,7 @@ def bind_tensors(
         none that the configuration names; a module lacks a tensor; a shape is not what
         rank and widths say. All tensors of the kind are named (the first few of many).
     """
-    modules = {module.path: module for module in base_modules(config)}
+    modules = modules_by_path(config)
     promised = {path for path in modules if lora.targets(path)}
     found = _sort_names(shapes, modules, config)
     if not promised or not found:

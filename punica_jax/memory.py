@@ -28,9 +28,9 @@ from punica_jax.workspace import workspace_bytes
 
 # The first NVIDIA GPUs that compute in bfloat16 (Ampere).
 _MIN_BFLOAT16_CAPABILITY = 8.0
-# Locking takes an H200's host about half a second for each GiB, before it serves; 50
-# adapters of rank 16 of a 7B model have room there.
-_MOST_LOCKED_BYTES = 4 << 30
+# Locking takes an H200's host 1.5 s for each GiB, before it serves; 26 adapters of rank
+# 16 of a 7B model have room there.
+_MOST_LOCKED_BYTES = 2 << 30
 
 
 def default_device() -> Any:

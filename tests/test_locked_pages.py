@@ -223,7 +223,7 @@ def test_it_is_half_of_the_host_memory_where_a_device_is_faster_by_it():
 
     gpu = device("gpu", "device", "pinned_host")
     assert locked_bytes(2000, gpu) == 1000
-    assert locked_bytes(np.inf, gpu) == 4 << 30
+    assert locked_bytes(np.inf, gpu) == 2 << 30
     assert locked_bytes(2000, device("gpu", "device")) == 0
     assert locked_bytes(2000, jax.devices("cpu")[0]) == 0
     assert pj.EngineConfig().host_adapter_memory is None

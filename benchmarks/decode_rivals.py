@@ -17,9 +17,15 @@ from jax import Array
 
 from benchmarks.sgmv_rivals import launch_loop, launch_ragged_dot
 from punica_jax.bench import gather_lora
-from punica_jax.models import MODULE_GROUPS, DecoderLayer, Llama, LoraPools
+from punica_jax.models import (
+    MODULE_GROUPS,
+    DecoderLayer,
+    Llama,
+    LoraPools,
+    RMSNorm,
+)
 from punica_jax.models._layers import Unprojected
-from punica_jax.pallas_kernels import RANK_PAGE, LoraPool, reference
+from punica_jax.pallas_kernels import RANK_PAGE, LoraPool, NormedRows, reference
 
 
 @jax.tree_util.register_dataclass
@@ -48,13 +54,14 @@ class Stack:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Given(Unprojected):
-    """Its `x` is what the modules gave already."""
+    """Its `x`, an array, is what the modules gave already."""
 
     @property
     def is_plain(self) -> bool:
         return False
 
     def heads(self) -> tuple[Array, Array, Array]:
+        assert not isinstance(self.x, NormedRows)
         return self.cut(self.x)
 
 
@@ -68,11 +75,23 @@ class AnyLayer(nnx.Module):
         self.layer = layer
 
     def __call__(
-        self, x: Array, index: int, rotary, attend, pools, segments, **options: Any
-    ) -> Array:
+        self,
+        x: Array,
+        normed: Array,
+        index: int,
+        rotary,
+        attend,
+        pools,
+        segments,
+        *,
+        next_norm: RMSNorm,
+        **options: Any,
+    ) -> tuple[Array, Any]:
         layer = self.layer
         if not isinstance(pools, LayerStacks):
-            return layer(x, index, rotary, attend, pools, segments, **options)
+            own = pools, segments
+            options["next_norm"] = next_norm
+            return layer(x, normed, index, rotary, attend, *own, **options)
 
         # All XLA's, as its users write it, but for attention.
         xla = {"implementation": "xla"}
@@ -81,7 +100,7 @@ class AnyLayer(nnx.Module):
             return getattr(pools, group).add(getattr(layer, group)(rows, **xla), rows)
 
         given = Given(
-            x=linear("qkv", layer.input_norm(x, **xla)),
+            x=linear("qkv", normed),
             linear=layer.qkv,
             lora=None,
             rotary=rotary,
@@ -92,7 +111,12 @@ class AnyLayer(nnx.Module):
         attended = attend(index, given)
         x = x + linear("o", attended.reshape(x.shape[0], -1))
         gated = reference.gated(linear("gate_up", layer.mlp_norm(x, **xla)))
-        return x + linear("down", gated)
+        x = x + linear("down", gated)
+        return x, next_norm(x, **xla)
+
+    @property
+    def input_norm(self) -> RMSNorm:
+        return self.layer.input_norm
 
 
 def adapt(model: Llama) -> None:

@@ -59,7 +59,10 @@ _BY_FUNCTION = (
     ("cache writes", r"\b(CachedAttention\.\w+|SeqTable\.\w+|store_rows)$"),
     ("sampling", r"\b(sample|most_likely|draw)\b"),
     ("segments", r"\bsegment_metadata\b"),
-    ("norms and rotary", r"\b(RMSNorm\.__call__|rotate|rotary|rotary_tables)$"),
+    (
+        "norms and rotary",
+        r"\b(rms_norm|RMSNorm\.__call__|rotate|rotary|rotary_tables)$",
+    ),
     (OTHER, r"\bgated$"),
 )
 GROUPS = (*dict((*_BY_FUNCTION, *_BY_NAME, (OTHER, ""))), "gaps")

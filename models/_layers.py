@@ -17,7 +17,7 @@ from jax import Array, lax
 from jaxtyping import Float, Int32
 
 import punica_jax.pallas_kernels as kernels
-from punica_jax.pallas_kernels import LoraPool, Segments, reference
+from punica_jax.pallas_kernels import LoraPool, Norm, NormedRows, Segments, reference
 
 # Standard deviation of random weights: transformers' default for Llama.
 INIT_STDDEV = 0.02
@@ -50,6 +50,11 @@ class RMSNorm(nnx.Module):
         return kernels.rms_norm(
             x, self.weight[...], eps=self.eps, implementation=implementation
         )
+
+    @property
+    def arrays(self) -> Norm:
+        """What it multiplies and divides by, as `pallas_kernels` takes it."""
+        return Norm(self.weight[...], self.eps)
 
 
 def rotary_tables(
@@ -112,7 +117,7 @@ class LoraLinear(nnx.Module):
 
     def __call__(
         self,
-        x: Float[Array, "rows d_in"],
+        x: Float[Array, "rows d_in"] | NormedRows,
         lora: tuple[LoraPool, Segments] | None = None,
         *,
         residual: Float[Array, "rows d_out"] | None = None,
@@ -121,7 +126,7 @@ class LoraLinear(nnx.Module):
         """Apply the layer.
 
         Args:
-          x: the rows.
+          x: the rows; or as `punica_jax.pallas_kernels.lora_normed` returns them.
           lora: this layer's pool and the batch's segments, or None for no adapter.
           residual: added to the output.
           implementation: see `punica_jax.pallas_kernels.resolve`.
@@ -158,7 +163,7 @@ class Unprojected:
     product where keys and values go to a cache.
 
     Attributes:
-      x: input of the three modules, `[rows, d_in]`.
+      x: input of the three modules, `[rows, d_in]`, a norm's.
       linear: the layer of all three, q's heads first, then k's, then v's.
       lora: its pool and the batch's segments, or None.
       rotary: cosine and sine of each row's angles, `[rows, rotary_dim]`.
@@ -167,7 +172,7 @@ class Unprojected:
       implementation: see `punica_jax.pallas_kernels.resolve` (static).
     """
 
-    x: Array
+    x: Array | NormedRows
     linear: LoraLinear
     lora: tuple[LoraPool, Segments] | None
     rotary: tuple[Array, Array]

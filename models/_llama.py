@@ -25,7 +25,7 @@ from punica_jax.models._layers import (
 )
 from punica_jax.models._lora import LayerPools, LoraPools
 from punica_jax.models._rope import inverse_frequencies
-from punica_jax.pallas_kernels import LoraPool, Segments, reference
+from punica_jax.pallas_kernels import LoraPool, NormedRows, Segments, reference
 
 
 class DecoderLayer(nnx.Module):
@@ -57,20 +57,32 @@ class DecoderLayer(nnx.Module):
     def __call__(
         self,
         x: Float[Array, "rows hidden"],
+        normed: Float[Array, "rows hidden"] | NormedRows,
         index: int,
         rotary: tuple[Array, Array],
         attend: Attend,
         pools: LayerPools | None,
         segments: Segments | None,
         *,
+        next_norm: RMSNorm,
         implementation: str | None = None,
-    ) -> Float[Array, "rows hidden"]:
-        """Apply layer number `index`; see `Llama.__call__` for the arguments."""
+    ) -> tuple[Float[Array, "rows hidden"], Array | NormedRows]:
+        """Apply layer number `index`.
+
+        Args:
+          x: the rows.
+          normed: the rows after `input_norm`.
+          index, rotary, attend, pools, segments, implementation: see `Llama.__call__`.
+          next_norm: of whatever comes after the layer.
+
+        Returns:
+          The rows, and the rows after `next_norm`.
+        """
         norms = None
         if self.q_norm is not None and self.k_norm is not None:
             norms = self.q_norm, self.k_norm
         unprojected = Unprojected(
-            x=self.input_norm(x, implementation=implementation),
+            x=normed,
             linear=self.qkv,
             lora=_lora_of(pools, segments, "qkv"),
             rotary=rotary,
@@ -80,7 +92,13 @@ class DecoderLayer(nnx.Module):
         )
         attended = attend(index, unprojected)
         return _feed_forward(
-            self, x, attended, pools, segments, implementation=implementation
+            self,
+            next_norm,
+            x,
+            attended,
+            pools,
+            segments,
+            implementation=implementation,
         )
 
 
@@ -98,24 +116,39 @@ def _lora_of(
 @functools.partial(jax.jit, static_argnames="implementation")
 def _feed_forward(
     layer: DecoderLayer,
+    next_norm: RMSNorm,
     x: Array,
     attended: Array,
     pools: LayerPools | None,
     segments: Segments | None,
     *,
     implementation: str | None,
-) -> Array:
-    """Apply all of a layer that follows attention."""
+) -> tuple[Array, Array | NormedRows]:
+    """Apply all of a layer that follows attention, and the norm after it."""
     own = functools.partial(_lora_of, pools, segments)
     attended = attended.reshape(x.shape[0], -1)
-    x = layer.o(attended, own("o"), residual=x, implementation=implementation)
+    x, normed = kernels.lora_normed(
+        attended,
+        norm=layer.mlp_norm.arrays,
+        lora=own("o"),
+        residual=x,
+        implementation=implementation,
+        **layer.o.arrays,
+    )
     gated = kernels.lora_gated(
-        layer.mlp_norm(x, implementation=implementation),
+        normed,
         lora=own("gate_up"),
         implementation=implementation,
         **layer.gate_up.arrays,
     )
-    return layer.down(gated, own("down"), residual=x, implementation=implementation)
+    return kernels.lora_normed(
+        gated,
+        norm=next_norm.arrays,
+        lora=own("down"),
+        residual=x,
+        implementation=implementation,
+        **layer.down.arrays,
+    )
 
 
 class Llama(nnx.Module):
@@ -202,18 +235,24 @@ class Llama(nnx.Module):
         amplitude = 1.0 if scaling is None else scaling.amplitude
         rotary = rotary_tables(positions, jnp.asarray(inv_freq), self.dtype, amplitude)
         x = self.embed[...].at[tokens].get(mode="clip")
-        for index, layer in enumerate(self.layers):
+        normed = self.layers[0].input_norm(x, implementation=implementation)
+        next_norms = [*(layer.input_norm for layer in self.layers[1:]), self.norm]
+        for index, (layer, next_norm) in enumerate(
+            zip(self.layers, next_norms, strict=True)
+        ):
             pools = None if lora is None else lora.layer(index)
-            x = layer(
+            x, normed = layer(
                 x,
+                normed,
                 index,
                 rotary,
                 attend,
                 pools,
                 segments,
+                next_norm=next_norm,
                 implementation=implementation,
             )
-        return self.norm(x, implementation=implementation)
+        return normed.divided() if isinstance(normed, NormedRows) else normed
 
     def logits(self, hidden: Float[Array, "n hidden"]) -> Float[Array, "n vocab"]:
         """Return the float32 scores of every next token for some hidden rows."""

@@ -5,8 +5,13 @@ Knows nothing of models, files or requests.
 
 from punica_jax.pallas_kernels._digit_buckets import order_keys
 from punica_jax.pallas_kernels._dispatch import Implementation, resolve
-from punica_jax.pallas_kernels._epilogues import lora_gated, lora_linear, lora_rotary
-from punica_jax.pallas_kernels._norm import rms_norm
+from punica_jax.pallas_kernels._epilogues import (
+    lora_gated,
+    lora_linear,
+    lora_normed,
+    lora_rotary,
+)
+from punica_jax.pallas_kernels._norm import Norm, NormedRows, rms_norm
 from punica_jax.pallas_kernels._ops import expand, lora, segment_metadata, shrink
 from punica_jax.pallas_kernels._paged_attention import paged_attention
 from punica_jax.pallas_kernels._pool import RANK_PAGE, LoraPool, pack_adapters
@@ -17,12 +22,15 @@ __all__ = [
     "RANK_PAGE",
     "Implementation",
     "LoraPool",
+    "Norm",
+    "NormedRows",
     "Segments",
     "expand",
     "kth_largest",
     "lora",
     "lora_gated",
     "lora_linear",
+    "lora_normed",
     "lora_rotary",
     "nucleus",
     "order_keys",

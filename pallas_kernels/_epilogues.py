@@ -9,6 +9,7 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int32
 
@@ -21,6 +22,7 @@ from punica_jax.pallas_kernels import (
     reference,
 )
 from punica_jax.pallas_kernels._dispatch import resolve
+from punica_jax.pallas_kernels._norm import Norm, NormedRows, rms_norm
 from punica_jax.pallas_kernels._pool import LoraPool
 from punica_jax.pallas_kernels._segments import Segments
 from punica_jax.pallas_kernels._sgmv_config import MAX_PROJECT_ROWS
@@ -30,7 +32,7 @@ Lora = tuple[LoraPool, Segments]
 
 
 def lora_linear(
-    x: Float[Array, "rows d_in"],
+    x: Float[Array, "rows d_in"] | NormedRows,
     weight: Float[Array, "d_out d_in"],
     lora: Lora | None = None,
     *,
@@ -45,7 +47,7 @@ def lora_linear(
     `lora` is.
 
     Args:
-      x: the rows.
+      x: the rows; or as `lora_normed` returns them.
       weight: of one module or of several that share x, as Hugging Face stores them.
       lora: the layer's pool and the batch's segments, or None for no adapter.
       bias: of the layer.
@@ -58,8 +60,48 @@ def lora_linear(
     return _apply("plain", x, weight, lora, bias, residual, implementation)
 
 
+def lora_normed(
+    x: Float[Array, "rows d_in"] | NormedRows,
+    weight: Float[Array, "d_out d_in"],
+    norm: Norm,
+    lora: Lora | None = None,
+    *,
+    bias: Float[Array, "d_out"] | None = None,
+    residual: Float[Array, "rows d_out"] | None = None,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "rows d_out"], Float[Array, "rows d_out"] | NormedRows]:
+    """Apply a linear layer, and normalise its rows for the next one.
+
+    *Semantics*: `y = lora_linear(x, ...)`, and `rms_norm(y, norm)`. Where the kernels
+    of a few rows multiply next, the second is left to be divided there, and rounded
+    once instead of twice. Differentiable wherever `lora` is.
+
+    Args:
+      x, weight, lora, bias, residual, implementation: see `lora_linear`.
+      norm: what `y` is normalised by.
+
+    Raises:
+      ValueError: an operand does not fit the others.
+    """
+    _check(x, weight, lora)
+    if norm.weight.shape != weight.shape[:1]:
+        raise ValueError(
+            f"the norm must be as wide as the weight's output, {weight.shape[0]}, got "
+            f"{norm.weight.shape}"
+        )
+    passes = 1 if lora is None else lora[1].num_passes
+    # Rows that are not divided yet could pass the greatest float16.
+    fits = weight.dtype == jnp.bfloat16 and _are_few(x, weight) and passes == 1
+    operands = (x, weight, lora, bias, residual)
+    resolved = resolve(implementation)
+    if resolved != "xla" and fits:
+        return _normed(resolved, norm, *operands)
+    y = _linear("plain", resolved, *operands)
+    return y, rms_norm(y, norm.weight, eps=norm.eps, implementation=implementation)
+
+
 def lora_gated(
-    x: Float[Array, "rows d_in"],
+    x: Float[Array, "rows d_in"] | NormedRows,
     weight: Float[Array, "two_width d_in"],
     lora: Lora | None = None,
     *,
@@ -93,7 +135,7 @@ def lora_gated(
 
 
 def lora_rotary(
-    x: Float[Array, "rows d_in"],
+    x: Float[Array, "rows d_in"] | NormedRows,
     weight: Float[Array, "d_out d_in"],
     rotary: tuple[Float[Array, "rows head_dim"], Float[Array, "rows head_dim"]],
     kv_pages: Float[Array, "2 pages kv_heads page_size head_dim"],
@@ -161,8 +203,8 @@ def _apply(form, x, weight, lora, bias, residual, implementation):
     return _linear(form, resolve(implementation), x, weight, lora, bias, residual)
 
 
-def _check(x: Array, weight: Array, lora: Lora | None) -> None:
-    if x.ndim != 2 or weight.ndim != 2 or x.shape[1] != weight.shape[1]:
+def _check(x: Array | NormedRows, weight: Array, lora: Lora | None) -> None:
+    if len(x.shape) != 2 or weight.ndim != 2 or x.shape[1] != weight.shape[1]:
         raise ValueError(
             "x must be [rows, d_in] and weight [d_out, d_in], got "
             f"{x.shape} and {weight.shape}"
@@ -196,6 +238,7 @@ def _plain(form, implementation, *operands):
 
 
 def _plain_linear(implementation, x, weight, lora, bias, residual):
+    x = x.divided() if isinstance(x, NormedRows) else x
     y = reference.linear(x, weight, bias, residual)
     if lora is None:
         return y
@@ -217,18 +260,56 @@ def _project_rows(
         y = _plain_linear(implementation, x, weight, lora, bias, residual)
         return _fused, y, None
     forms, v = _fused, None
-    # Float32 has no tensor cores to fill: XLA's product is the better one.
-    narrow = x.dtype == weight.dtype and x.dtype.itemsize == 2
-    if narrow and x.shape[0] <= MAX_PROJECT_ROWS:
+    if _are_few(x, weight):
         forms = _row_expand
-        y, v = _project.project(
+        projected = _project.project(
             x, weight, lora, bias=bias, residual=residual, interpret=interpret
         )
+        y, v = projected.y, projected.v
     else:
+        x = x.divided() if isinstance(x, NormedRows) else x
         y = reference.linear(x, weight, bias, residual)
         if lora is not None:
             v = _sgmv.shrink(x, *lora, interpret=interpret)
     return forms, y, None if v is None or lora is None else _fused.Shrunk(v, *lora)
+
+
+def _are_few(x: Array | NormedRows, weight: Array) -> bool:
+    """Tell whether one launch multiplies and shrinks the rows."""
+    # Float32 has no tensor cores to fill: XLA's product is the better one.
+    narrow = x.dtype == weight.dtype and weight.dtype.itemsize == 2
+    return narrow and x.shape[0] <= MAX_PROJECT_ROWS
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _normed(implementation, norm, x, weight, lora, bias, residual):
+    interpret = implementation != "pallas_triton"
+    options = {"bias": bias, "residual": residual, "interpret": interpret}
+    if lora is None:
+        projected = _project.project(x, weight, norm=norm, **options)
+        return projected.y, projected.normed
+    projected = _project.project(x, weight, lora, **options)
+    assert projected.v is not None
+    shrunk = _fused.Shrunk(projected.v, *lora)
+    return _row_expand.normed_expand(projected.y, shrunk, norm, interpret=interpret)
+
+
+def _normed_forward(implementation, *operands):
+    return _normed(implementation, *operands), operands
+
+
+def _normed_backward(implementation, saved, gradients):
+    num_parts = gradients[1].squares.shape[0]
+
+    def plain(norm, *operands):
+        y = _plain_linear(implementation, *operands)
+        return y, NormedRows.of(y, norm, num_parts)
+
+    _, pull = jax.vjp(plain, *saved)
+    return pull(gradients)
+
+
+_normed.defvjp(_normed_forward, _normed_backward)
 
 
 def _linear_forward(form, implementation, *operands):

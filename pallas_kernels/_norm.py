@@ -1,10 +1,14 @@
-"""Root mean square normalisation of rows, one program a row.
+"""Root mean square normalisation of rows, one program a row, or a part of others.
 
-XLA makes two launches of it where a kernel of ours reads the result. Knows arrays;
+XLA makes two launches of it where a kernel of ours reads the result. Where few rows are
+multiplied before and after it, it is no launch at all: see `NormedRows`. Knows arrays;
 nothing of layers.
 """
 
+import dataclasses
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +19,94 @@ from jaxtyping import Float
 
 from punica_jax.pallas_kernels import reference
 from punica_jax.pallas_kernels._dispatch import resolve
-from punica_jax.pallas_kernels._page_tiles import load
+from punica_jax.pallas_kernels._page_tiles import load, mask_of
 
 # Values that a program's registers hold.
 _MAX_WIDTH = 16384
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True)
+class Norm:
+    """What a normalisation multiplies and divides by.
+
+    Attributes:
+      weight: `[width]`.
+      eps: keeps a row of zeros finite (static).
+    """
+
+    weight: Array
+    eps: float = dataclasses.field(metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class NormedRows:
+    """Normalised rows that are still to be divided by their root mean square.
+
+    *Semantics*: row r is `x[r] / sqrt(squares[:, r].sum() / width + eps)`. A linear
+    layer commutes with that factor: whoever writes the rows multiplies by the norm's
+    weight, and whoever multiplies them by a matrix divides at its end. So a norm takes
+    no launch, of 2.9 us in a step of 32 rows on one H200, gap included.
+
+    Attributes:
+      x: `[rows, width]`, times the norm's weight, rounded.
+      squares: `f32[parts, rows]`, the squares of the rows as they were before, summed
+        over some of the columns each.
+      eps: of the norm (static).
+    """
+
+    x: Array
+    squares: Array
+    eps: float = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def of(cls, x: Array, norm: Norm, num_parts: int = 1) -> "NormedRows":
+        """Return `[rows, width]` normalised but for the quotient."""
+        wide = x.astype(jnp.float32)
+        squares = jnp.square(wide).sum(axis=-1)[None]
+        return cls(
+            x=(wide * norm.weight.astype(jnp.float32)[None, :]).astype(x.dtype),
+            squares=jnp.pad(squares, ((0, num_parts - 1), (0, 0))),
+            eps=norm.eps,
+        )
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.x.shape
+
+    @property
+    def dtype(self) -> Any:
+        return self.x.dtype
+
+    def divided(self) -> Array:
+        """Return the normalised rows."""
+        mean = self.squares.sum(axis=0) / self.x.shape[1]
+        scale = lax.rsqrt(mean + self.eps)[:, None]
+        return (self.x.astype(jnp.float32) * scale).astype(self.x.dtype)
+
+
+def row_scales(
+    squares_ref: Any,  # f32[parts, rows]
+    row: Array,  # i32[n]
+    live: Array | None,  # bool[n]
+    width: int,
+    eps: float,
+) -> Callable[[], Array]:
+    """Load what rows of a `NormedRows` are multiplied by; in a kernel.
+
+    Returns:
+      What waits for the loads, and returns `f32[n, 1]`.
+    """
+    num_parts = squares_ref.shape[0]
+    part = jnp.arange(pl.next_power_of_2(num_parts), dtype=jnp.int32)
+    mask = mask_of(
+        (part.size, row.size),
+        None if part.size == num_parts else (part < num_parts)[:, None],
+        None if live is None else live[None, :],
+    )
+    squares = load(squares_ref.at[part[:, None], row[None, :]], mask)
+    return lambda: lax.rsqrt(squares.sum(axis=0) / width + eps)[:, None]
 
 
 # Jitted so that all of a model's layers share one trace of it.

@@ -16,6 +16,7 @@ from jaxtyping import Float, Int
 
 from punica_jax.pallas_kernels import _segment_outer, _sgmv, reference
 from punica_jax.pallas_kernels._dispatch import resolve
+from punica_jax.pallas_kernels._norm import NormedRows
 from punica_jax.pallas_kernels._pool import RANK_PAGE, LoraPool
 from punica_jax.pallas_kernels._segments import (
     MAX_KERNEL_ROWS,
@@ -306,7 +307,11 @@ def _no_gradient(array: Array):
 
 
 def check_operand(
-    name: str, operand: Array, width: int, pool: LoraPool, segments: Segments
+    name: str,
+    operand: Array | NormedRows,
+    width: int,
+    pool: LoraPool,
+    segments: Segments,
 ) -> None:
     """Raise unless `operand` is [segments' rows, width] in the pool's dtype."""
     if operand.shape != (segments.num_rows, width):

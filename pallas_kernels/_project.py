@@ -9,6 +9,7 @@ nothing of models.
 import dataclasses
 import functools
 import operator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from punica_jax.pallas_kernels._dispatch import shared_bytes
+from punica_jax.pallas_kernels._norm import Norm, NormedRows, row_scales
 from punica_jax.pallas_kernels._page_tiles import (
     AdapterPages,
     dot,
@@ -38,16 +40,39 @@ from punica_jax.pallas_kernels._sgmv_config import (
 )
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Projected:
+    """What `project` returns.
+
+    Attributes:
+      y: `[rows, d_out]`, `x W^T + bias + residual`.
+      v: with adapters, what `expand` takes, `f32[groups, rows, C * max_rank]`: the sums
+        of the groups, at most 4, that it would add last, bitwise.
+      normed: with a norm, the rows of `y` after it.
+    """
+
+    y: Array
+    v: Array | None = None
+    normed: NormedRows | None = None
+
+
+# Begins to load what rows `i32[n]`, of which some are live, are multiplied by, and
+# returns what waits for it: `f32[n, 1]`, or 1.
+_Scales = Callable[[Array, Array | None], Callable[[], Array | float]]
+
+
 def project(
-    x: Array,
+    x: Array | NormedRows,
     weight: Array,
     lora: tuple[LoraPool, Segments] | None = None,
     *,
     bias: Array | None = None,
     residual: Array | None = None,
+    norm: Norm | None = None,
     config: ProjectConfig | None = None,
     interpret: bool = False,
-) -> tuple[Array, Array | None]:
+) -> Projected:
     """Launch `x W^T + bias + residual`, rounded once, and with `lora` its shrink.
 
     Args:
@@ -56,22 +81,26 @@ def project(
       lora: adapters, and which rows use them, one a row.
       bias: `[d_out]`.
       residual: `[rows, d_out]`.
+      norm: what follows the product; not with `lora`, whose expand comes between.
       config: how the product is cut into programs.
       interpret: see `resolve`.
-
-    Returns:
-      `[rows, d_out]`; and what `expand` takes, `f32[groups, rows, C * max_rank]`: the
-      sums of the groups, at most 4, that it would add last, bitwise. Without `lora`
-      None.
     """
-    rows, d_in = x.shape
-    d_out = weight.shape[0]
+    assert lora is None or norm is None
+    options = {"bias": bias, "residual": residual}
+    eps = 0.0
+    if isinstance(x, NormedRows):
+        options["squares"], eps, x = x.squares, x.eps, x.x
+    if norm is not None:
+        options["norm"] = norm.weight
+    options = {name: array for name, array in options.items() if array is not None}
+    (rows, d_in), d_out = x.shape, weight.shape[0]
     config = config or project_config(
         d_in, d_out, x.dtype, shared_bytes(), shrinks=lora is not None
     )
-    options = {"bias": bias, "residual": residual}
-    options = {name: array for name, array in options.items() if array is not None}
+    num_blocks = pl.cdiv(d_out, config.block_n)
     shapes = [jax.ShapeDtypeStruct((rows, d_out), x.dtype)]
+    if norm is not None:
+        shapes += [shapes[0], jax.ShapeDtypeStruct((num_blocks, rows), jnp.float32)]
     shrinks, operands = None, ()
     if lora is not None:
         pool, segments = lora
@@ -85,18 +114,22 @@ def project(
         functools.partial(
             _project_kernel,
             option_names=tuple(options),
+            eps=eps,
             shrinks=shrinks,
             config=config,
         ),
         out_shape=shapes,
-        grid=(pl.cdiv(d_out, config.block_n) + num_programs,),
+        grid=(num_blocks + num_programs,),
         compiler_params=plgpu.CompilerParams(
             num_warps=config.num_warps, num_stages=config.num_stages
         ),
         interpret=interpret,
         name="lora_project",
     )(x, weight, *options.values(), *operands)
-    return out[0], out[1] if shrinks is not None else None
+    if norm is not None:
+        normed = NormedRows(x=out[1], squares=out[2], eps=norm.eps)
+        return Projected(y=out[0], normed=normed)
+    return Projected(y=out[0], v=None if shrinks is None else out[1])
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,32 +167,49 @@ class _Shrinks:
 def _project_kernel(
     x_ref,  # [rows, d_in]
     w_ref,  # [d_out, d_in]
-    *refs,  # the options: [d_out], [rows, d_out]; the shrink's operands; y_ref, v_ref
+    # The options: [d_out], [rows, d_out], f32[parts, rows], [d_out]; the shrink's
+    # operands; y_ref; v_ref, or [rows, d_out] and f32[blocks, rows] of a norm.
+    *refs,
     option_names: tuple[str, ...],
+    eps: float,
     shrinks: _Shrinks | None,
     config: ProjectConfig,
 ):
     options = dict(zip(option_names, refs, strict=False))
+    refs = refs[len(options) :]
     program = pl.program_id(0)
+
+    def scales(row, live):
+        if "squares" not in options:
+            return lambda: 1.0
+        return row_scales(options["squares"], row, live, x_ref.shape[1], eps)
+
     if shrinks is None:
-        _product(x_ref, w_ref, options, refs[-1], program, config)
+        _product(x_ref, w_ref, options, refs, program, scales, config)
         return
-    *operands, y_ref, v_ref = refs[len(options) :]
+    *operands, y_ref, v_ref = refs
     num_blocks = pl.cdiv(w_ref.shape[0], config.block_n)
 
     @pl.when(program < num_blocks)
     def _():
-        _product(x_ref, w_ref, options, y_ref, program, config)
+        _product(x_ref, w_ref, options, (y_ref,), program, scales, config)
 
     @pl.when(program >= num_blocks)
     def _():
-        _shrink_group(x_ref, operands, v_ref, program - num_blocks, shrinks)
+        _shrink_group(x_ref, operands, v_ref, program - num_blocks, scales, shrinks)
 
 
 def _product(
-    x_ref, w_ref, options: dict[str, Any], y_ref, block, config: ProjectConfig
+    x_ref,
+    w_ref,
+    options: dict[str, Any],
+    out_refs: Sequence[Any],
+    block,
+    scales: _Scales,
+    config: ProjectConfig,
 ) -> None:
-    """Write one block of columns of the dense product."""
+    """Write one block of columns of the dense product, and of the norm's rows."""
+    y_ref, *normed_refs = out_refs
     (num_rows, d_in), d_out = x_ref.shape, w_ref.shape[0]
     row = jnp.arange(max(16, pl.next_power_of_2(num_rows)), dtype=jnp.int32)
     column = block * config.block_n + jnp.arange(config.block_n, dtype=jnp.int32)
@@ -177,18 +227,43 @@ def _product(
         )
         return acc + dot(x, w.T)
 
-    acc = jnp.zeros((row.size, column.size), jnp.float32)
-    acc = lax.fori_loop(0, pl.cdiv(d_in, config.block_k), add_block, acc)
-    if "bias" in options:
-        acc += load(options["bias"].at[column], inside).astype(jnp.float32)[None, :]
     at = (row[:, None], column[None, :])
+    acc = jnp.zeros((row.size, column.size), jnp.float32)
     mask = mask_of(acc.shape, live, None if inside is None else inside[None, :])
-    if "residual" in options:
-        acc += load(options["residual"].at[at], mask).astype(jnp.float32)
-    plgpu.store(y_ref.at[at], acc.astype(y_ref.dtype), mask=mask)
+    row_live = None if live is None else live[:, 0]
+    # Loaded before the loop: after it, nothing would hide how long that takes.
+    scale = scales(row, row_live)
+    places = {
+        "bias": (column, inside),
+        "norm": (column, inside),
+        "residual": (at, mask),
+    }
+    loaded = {
+        name: load(options[name].at[place], mask)
+        for name, (place, mask) in places.items()
+        if name in options
+    }
+    acc = lax.fori_loop(0, pl.cdiv(d_in, config.block_k), add_block, acc)
+    acc *= scale()
+    if "bias" in loaded:
+        acc += loaded["bias"].astype(jnp.float32)[None, :]
+    if "residual" in loaded:
+        acc += loaded["residual"].astype(jnp.float32)
+    y = acc.astype(y_ref.dtype)
+    plgpu.store(y_ref.at[at], y, mask=mask)
+    if not normed_refs:
+        return
+    rows_ref, squares_ref = normed_refs
+    # Of what is stored: the norm sees rounded rows, as one of its own would.
+    y = y.astype(jnp.float32)
+    normed = y * loaded["norm"].astype(jnp.float32)[None, :]
+    plgpu.store(rows_ref.at[at], normed.astype(rows_ref.dtype), mask=mask)
+    plgpu.store(squares_ref.at[block, row], jnp.square(y).sum(axis=1), mask=row_live)
 
 
-def _shrink_group(x_ref, operands, v_ref, program, shrinks: _Shrinks) -> None:
+def _shrink_group(
+    x_ref, operands, v_ref, program, scales: _Scales, shrinks: _Shrinks
+) -> None:
     """Write a tile's sums of all modules over a group of splits."""
     a_ref, page_table_ref, num_pages_ref, layer_ref, rows_ref, *tiles = operands
     tile_slot_ref, tile_first_ref, tile_end_ref = tiles
@@ -207,6 +282,7 @@ def _shrink_group(x_ref, operands, v_ref, program, shrinks: _Shrinks) -> None:
         entry, live, row = tile_rows(
             rows_ref, tile_first_ref, tile_end_ref, 0, tile, block_rows
         )
+        scale = scales(row, live)
         # Of a single page two blocks a turn, so that more of it is on its way; of
         # several modules that much is on its way with one.
         in_pairs = 2 if config.steps % 2 == 0 else 1
@@ -225,6 +301,7 @@ def _shrink_group(x_ref, operands, v_ref, program, shrinks: _Shrinks) -> None:
             for (module, lanes), total in zip(modules, totals, strict=True):
                 column = lanes.columns(module * max_rank, v_ref.shape[2])[None, :]
                 mask = mask_of(total.shape, live[:, None], lanes.used_columns)
+                total *= scale()
                 plgpu.store(v_ref.at[group, entry[:, None], column], total, mask=mask)
 
         def multiply_one(module, _):

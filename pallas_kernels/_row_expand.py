@@ -3,10 +3,10 @@
 In a decode step most rows have an adapter of their own, and a tensor-core product
 computes sixteen rows for that one, which takes longer than reading B. Here B is read in
 wide loads, multiplied and added: 32 rows of 32 adapters, 22016 columns, take 10.9
-instead of 20.5 us on one H200, of one adapter 5.9 instead of 5.6. Three forms, as for
-more rows: in place (`_sgmv`), ending with SiLU(gate) * up, and ending with the rotary
-embedding and the stores into the KV cache (`_fused`). Knows pools, segments and pages
-as arrays; nothing of models or sequences.
+instead of 20.5 us on one H200, of one adapter 5.9 instead of 5.6. Four forms: in
+place, as `_sgmv` for more rows; in place with a norm; ending with SiLU(gate) * up, and
+with the rotary embedding and the stores into the KV cache, as `_fused`. Knows pools,
+segments and pages as arrays; nothing of models or sequences.
 """
 
 import functools
@@ -21,6 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from punica_jax.pallas_kernels._fused import Shrunk
+from punica_jax.pallas_kernels._norm import Norm, NormedRows
 from punica_jax.pallas_kernels._page_tiles import (
     AdapterPages,
     load,
@@ -133,47 +134,83 @@ class _Row:
 
 def expand(y: Array, shrunk: Shrunk, *, interpret: bool = False) -> Array:
     """Launch expand, `y` updated in place."""
+    return _expand(y, shrunk, None, interpret)[0]
+
+
+def normed_expand(
+    y: Array, shrunk: Shrunk, norm: Norm, *, interpret: bool = False
+) -> tuple[Array, NormedRows]:
+    """Launch expand, `y` updated in place, and write its rows after a norm."""
+    y, x, squares = _expand(y, shrunk, norm.weight, interpret)
+    return y, NormedRows(x=x, squares=squares, eps=norm.eps)
+
+
+def _expand(
+    y: Array, shrunk: Shrunk, norm_weight: Array | None, interpret: bool
+) -> Sequence[Array]:
     d_outs = shrunk.pool.d_outs
     block_n = min(_BLOCK_N, max(16, pl.next_power_of_2(max(d_outs))))
     blocks = tuple(pl.cdiv(width, block_n) for width in d_outs)
+    shapes, norms = [jax.ShapeDtypeStruct(y.shape, y.dtype)], ()
+    if norm_weight is not None:
+        squares = jax.ShapeDtypeStruct((sum(blocks), y.shape[0]), jnp.float32)
+        shapes, norms = [*shapes, *shapes, squares], (norm_weight,)
     return pl.pallas_call(
         functools.partial(
             _expand_kernel,
+            num_outs=len(shapes),
             d_outs=d_outs,
             d_out_offsets=shrunk.pool.d_out_offsets,
             blocks=blocks,
             block_n=block_n,
         ),
-        out_shape=jax.ShapeDtypeStruct(y.shape, y.dtype),
+        out_shape=shapes,
         grid=(y.shape[0], sum(blocks)),
         input_output_aliases={0: 0},
         compiler_params=_PARAMS,
         interpret=interpret,
         name="lora_expand_rows",
-    )(y, *_operands(shrunk))
+    )(y, *norms, *_operands(shrunk))
 
 
 def _expand_kernel(
     y_in_ref,  # [rows, d_out]
-    *refs,  # of `Shrunk.row_operands`; y_ref
+    # [d_out] of a norm, if one follows; of `Shrunk.row_operands`; y_ref; of the norm,
+    # [rows, d_out] and f32[blocks, rows].
+    *refs,
+    num_outs: int,
     d_outs: tuple[int, ...],
     d_out_offsets: tuple[int, ...],
     blocks: tuple[int, ...],
     block_n: int,
 ):
-    y_ref = refs[-1]
-    row = _Row(refs[:-1])
+    refs, (y_ref, *normed_refs) = refs[:-num_outs], refs[-num_outs:]
+    norm_refs, refs = (refs[:1], refs[1:]) if normed_refs else ((), refs)
+    row = _Row(refs)
     block = pl.program_id(1)
     module, start, width, first = module_of_block(block, d_outs, d_out_offsets, blocks)
     within = first * block_n + jnp.arange(block_n, dtype=jnp.int32)
     inside = None if all(size % block_n == 0 for size in d_outs) else within < width
     column = start + within
 
-    @pl.when(row.slot >= 0)
-    def _():
+    def add():
+        at = row.row, column
         y = row.load(y_in_ref, column, inside)
+        norm = [load(ref.at[column], inside).astype(jnp.float32) for ref in norm_refs]
         [[y]] = row.add_product([[y]], [module], [[column]], inside)
-        plgpu.store(y_ref.at[row.row, column], y.astype(y_ref.dtype), mask=inside)
+        y = y.astype(y_ref.dtype)
+        plgpu.store(y_ref.at[at], y, mask=inside)
+        if normed_refs:
+            rows_ref, squares_ref = normed_refs
+            # Of what is stored: the norm sees rounded rows, as one of its own would.
+            y = y.astype(jnp.float32)
+            plgpu.store(rows_ref.at[at], (y * norm[0]).astype(y_ref.dtype), mask=inside)
+            squares_ref[block, row.row] = jnp.square(y).sum()
+
+    if normed_refs:  # of rows without an adapter, too
+        add()
+    else:
+        pl.when(row.slot >= 0)(add)
 
 
 def gated_expand(y: Array, shrunk: Shrunk | None, *, interpret: bool = False) -> Array:

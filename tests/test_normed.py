@@ -1,0 +1,238 @@
+"""A norm between two linear layers, left to the second to finish, against the steps."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from punica_jax.pallas_kernels import (
+    Norm,
+    NormedRows,
+    lora_gated,
+    lora_linear,
+    lora_normed,
+    segment_metadata,
+)
+from tests.sgmv_cases import Case, make_case
+
+GPU = pytest.param("pallas_triton", marks=pytest.mark.gpu)
+GRID = pytest.param("pallas_interpret", marks=pytest.mark.grid)
+ROWS, D_IN, HIDDEN, WIDTH = 21, 136, 200, 24  # no powers of two
+EPS = 1.0  # large enough to be seen
+TOLERANCE = {"float32": 3e-6, "bfloat16": 2e-2, "float16": 2.5e-3}
+# Without a page, of one and of several.
+RANKS = [[16], [40], [0], [5]]
+
+
+@dataclasses.dataclass
+class Chain:
+    """Two layers: the adapters of each, weights, and the norm between them."""
+
+    first: Case
+    second: Case
+    slots: np.ndarray
+    weights: tuple
+    bias: jax.Array
+    norm: Norm
+
+    @classmethod
+    def make(cls, dtype, rows):
+        first = make_case(
+            rows=rows, ranks=RANKS, d_in=D_IN, d_outs=(HIDDEN,), dtype=dtype
+        )
+        ranks = [[own[0], own[0]] for own in RANKS]
+        second = make_case(
+            rows=rows, ranks=ranks, d_in=HIDDEN, d_outs=(WIDTH, WIDTH), dtype=dtype
+        )
+        rng = np.random.default_rng(4)
+
+        def draw(*shape):
+            return jnp.asarray(rng.standard_normal(shape) / np.sqrt(shape[-1]), dtype)
+
+        slots = rng.integers(-1, len(RANKS), rows, dtype=np.int32)
+        slots[0] = 1
+        return cls(
+            first=first,
+            second=second,
+            slots=slots,
+            weights=(draw(HIDDEN, D_IN), draw(2 * WIDTH, HIDDEN)),
+            bias=jnp.asarray(rng.standard_normal(HIDDEN), dtype),
+            norm=Norm(jnp.asarray(rng.uniform(0.5, 2, HIDDEN), dtype), EPS),
+        )
+
+    def adapters(self, implementation, rows=slice(None)):
+        """Return both layers' pools with the segments of some rows."""
+        segments = segment_metadata(
+            jnp.asarray(self.slots[rows]),
+            num_slots=len(RANKS),
+            implementation=implementation,
+        )
+        return (self.first.pool, segments), (self.second.pool, segments)
+
+    def operands(self, rows=slice(None)):
+        x, y = (jnp.asarray(array[rows]) for array in (self.first.x, self.first.y))
+        return x, self.weights, self.bias, y, self.norm
+
+    def expected(self, with_lora):
+        """Float32 sums of every step, rounded where rows are stored."""
+
+        def added(case, x, y):
+            if not with_lora:
+                return y
+            return dataclasses.replace(case, x=x, y=y).expected(self.slots)
+
+        w1, w2, bias, norm = (
+            np.asarray(array, np.float32)
+            for array in (*self.weights, self.bias, self.norm.weight)
+        )
+        x, residual = (np.float32(array) for array in (self.first.x, self.first.y))
+        y = added(self.first, x, x @ w1.T + bias + residual)
+        y = np.float32(y.astype(self.first.dtype))
+        normed = norm * y / np.sqrt((y**2).mean(axis=1, keepdims=True) + EPS)
+        return y, normed, added(self.second, normed, normed @ w2.T)
+
+
+@functools.partial(jax.jit, static_argnames="implementation")
+def run(x, weights, bias, residual, norm, adapters, *, implementation):
+    first, second = adapters
+    y, normed = lora_normed(
+        x,
+        weights[0],
+        norm,
+        first,
+        bias=bias,
+        residual=residual,
+        implementation=implementation,
+    )
+    options = {"implementation": implementation}
+    out = lora_linear(normed, weights[1], second, **options)
+    return y, normed, out, lora_gated(normed, weights[1], second, **options)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "implementation", "rows"),
+    [
+        ("bfloat16", "pallas_interpret", ROWS),
+        ("bfloat16", "pallas_interpret", 1),
+        ("bfloat16", "xla", ROWS),
+        pytest.param("bfloat16", "pallas_interpret", 40, marks=pytest.mark.grid),
+        pytest.param("float16", "pallas_interpret", ROWS, marks=pytest.mark.grid),
+        pytest.param("float32", "pallas_interpret", ROWS, marks=pytest.mark.grid),
+        *(
+            pytest.param(dtype, "pallas_triton", rows, marks=pytest.mark.gpu)
+            for dtype, rows in (
+                *(("bfloat16", rows) for rows in (1, ROWS, 32, 40)),
+                ("float16", ROWS),
+                ("float32", ROWS),
+            )
+        ),
+    ],
+)
+def test_the_steps_one_by_one(dtype, implementation, rows):
+    chain = Chain.make(dtype, rows)
+    is_left = dtype == "bfloat16" and rows <= 32 and implementation != "xla"
+    for adapters in (chain.adapters(implementation), (None, None)):
+        actual = run(*chain.operands(), adapters, implementation=implementation)
+        y, normed, out, gated = actual
+        assert isinstance(normed, NormedRows) == is_left
+        normed = normed.divided() if is_left else normed
+        expected = chain.expected(adapters[0] is not None)
+        gate, up = np.split(expected[2], 2, axis=1)
+        for got, want in zip(
+            (y, normed, out, gated),
+            (*expected, gate / (1 + np.exp(-gate)) * up),
+            strict=True,
+        ):
+            assert got.dtype == jnp.dtype(dtype)
+            # Of a norm, since sums of several rounded rows have no bound of their own.
+            off = np.linalg.norm(np.float32(got) - np.float32(want), axis=1)
+            assert (off < TOLERANCE[dtype] * np.linalg.norm(want, axis=1)).all()
+        # The norm does not change what it is a norm of.
+        x, weights, bias, residual, _ = chain.operands()
+        plain = jax.jit(functools.partial(lora_linear, implementation=implementation))
+        alone = plain(x, weights[0], adapters[0], bias=bias, residual=residual)
+        np.testing.assert_array_equal(y, alone)
+
+
+@pytest.mark.parametrize("implementation", ["pallas_interpret", GPU])
+def test_a_row_is_bitwise_the_same_alone(implementation):
+    chain = Chain.make("bfloat16", ROWS)
+
+    def of(rows):
+        adapters = chain.adapters(implementation, rows)
+        y, normed, *_ = run(
+            *chain.operands(rows), adapters, implementation=implementation
+        )
+        return y, normed.x, normed.squares.T
+
+    together = of(slice(None))
+    for row in (0, 7, 20):
+        for alone, among in zip(of(slice(row, row + 1)), together, strict=True):
+            np.testing.assert_array_equal(alone[0], among[row])
+
+
+@pytest.mark.parametrize("implementation", [GRID, GPU])
+def test_the_gradient_is_that_of_the_steps(implementation):
+    chain = Chain.make("bfloat16", ROWS)
+    x, weights, bias, residual, norm = chain.operands()
+
+    factor = np.random.default_rng(6).standard_normal(residual.size).astype(np.float32)
+
+    def gradients(implementation):
+        (first, segments), (second, _) = chain.adapters(implementation)
+
+        def loss(x, weights, bias, residual, norm, arrays):
+            pools = [
+                dataclasses.replace(pool, a=a, b=b)
+                for pool, (a, b) in zip((first, second), arrays, strict=True)
+            ]
+            adapters = tuple((pool, segments) for pool in pools)
+            y, _, out, gated = run(
+                x,
+                weights,
+                bias,
+                residual,
+                Norm(norm, EPS),
+                adapters,
+                implementation=implementation,
+            )
+            return sum(
+                (jnp.asarray(factor[: array.size].reshape(array.shape)) * array).sum()
+                for array in map(jnp.float32, (y, out, gated))
+            )
+
+        arrays = [
+            tuple(jnp.nan_to_num(array) for array in (pool.a, pool.b))
+            for pool in (first, second)
+        ]
+        operands = x, weights, bias, residual, norm.weight, arrays
+        return jax.tree.leaves(jax.jit(jax.grad(loss, range(6)))(*operands))
+
+    for ours, plain in zip(gradients(implementation), gradients("xla"), strict=True):
+        ours, plain = (np.asarray(array, np.float32) for array in (ours, plain))
+        assert np.linalg.norm(ours - plain) < 3e-2 * np.linalg.norm(plain)
+
+
+@pytest.mark.parametrize("implementation", ["pallas_interpret", GPU])
+def test_rows_of_zeros_and_of_large_values_are_finite(implementation):
+    chain = Chain.make("bfloat16", 2)
+    x, weights, _, _, norm = chain.operands()
+    large = jnp.full((1, HIDDEN), 1e4, x.dtype)
+    residual = jnp.concatenate([jnp.zeros_like(large), large])
+    no_bias = jnp.zeros_like(chain.bias)
+    operands = jnp.zeros_like(x), weights, no_bias, residual, norm
+    outs = run(*operands, (None, None), implementation=implementation)
+    for out in jax.tree.leaves(outs):
+        assert np.isfinite(np.float32(out)).all()
+    np.testing.assert_array_equal(np.float32(outs[2][0]), 0)
+    assert np.abs(np.float32(outs[2][1])).max() > 0
+
+
+def test_a_norm_that_does_not_fit():
+    chain = Chain.make("float32", 2)
+    x, weights, *_ = chain.operands()
+    with pytest.raises(ValueError, match="the norm must be as wide as the weight's"):
+        lora_normed(x, weights[0], Norm(jnp.ones(7), EPS))

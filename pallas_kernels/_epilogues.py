@@ -225,11 +225,18 @@ def _linear(form, implementation, x, weight, lora, bias, residual):
     operands = (x, weight, lora, bias, residual)
     if implementation == "xla":
         return _plain(form, implementation, *operands)
+    interpret = {"interpret": implementation != "pallas_triton"}
+    if form == "plain" and lora is not None and not _are_few(x, weight):
+        # The expand adds many rows' residual while it is there: a launch of XLA's own
+        # would read and write all of y once more.
+        _, y, shrunk = _project_rows(implementation, x, weight, lora, bias, None)
+        if shrunk is None:
+            return y if residual is None else y + residual
+        return _fused.expand(y, shrunk, residual, **interpret)
     forms, y, shrunk = _project_rows(implementation, *operands)
-    interpret = implementation != "pallas_triton"
     if form == "gated":
-        return forms.gated_expand(y, shrunk, interpret=interpret)
-    return y if shrunk is None else forms.expand(y, shrunk, interpret=interpret)
+        return forms.gated_expand(y, shrunk, **interpret)
+    return y if shrunk is None else forms.expand(y, shrunk, **interpret)
 
 
 def _plain(form, implementation, *operands):

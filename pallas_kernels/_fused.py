@@ -189,9 +189,12 @@ class _Tile:
         )
 
 
-def expand(y: Array, shrunk: Shrunk, *, interpret: bool = False) -> Array:
+def expand(
+    y: Array, shrunk: Shrunk, residual: Array | None = None, *, interpret: bool = False
+) -> Array:
     """Launch expand alone; see `_sgmv.expand`."""
-    return _sgmv.expand(y, shrunk.v, shrunk.pool, shrunk.segments, interpret=interpret)
+    operands = shrunk.v, shrunk.pool, shrunk.segments
+    return _sgmv.expand(y, *operands, residual=residual, interpret=interpret)
 
 
 def gated_expand(

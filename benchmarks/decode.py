@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.decode_goals import judge, judge_ranks
-from benchmarks.decode_rivals import LAUNCHES, Stacks, adapt
+from benchmarks.decode_rivals import LAUNCHES, AnyRunner, Stacks, adapt
 from benchmarks.device_time import PEAK_BYTES_PER_S
 from benchmarks.provenance import Log
 from punica_jax.batch import Batch
@@ -270,7 +270,12 @@ def make_bench(
         config = dataclasses.replace(config, num_layers=layers)
     max_context = max(max_context, LEAST_MAX_CONTEXT)
     return BenchModel(
-        config, max_rows=max(rows), max_context=max_context, adapt=adapt, **options
+        config,
+        max_rows=max(rows),
+        max_context=max_context,
+        adapt=adapt,
+        make_runner=AnyRunner,
+        **options,
     )
 
 

@@ -16,9 +16,11 @@ from punica_jax.pallas_kernels._ops import expand, lora, segment_metadata, shrin
 from punica_jax.pallas_kernels._paged_attention import paged_attention
 from punica_jax.pallas_kernels._pool import RANK_PAGE, LoraPool, pack_adapters
 from punica_jax.pallas_kernels._segments import Segments
+from punica_jax.pallas_kernels._sgmv_config import MAX_PROJECT_ROWS
 from punica_jax.pallas_kernels._thresholds import kth_largest, nucleus
 
 __all__ = [
+    "MAX_PROJECT_ROWS",
     "RANK_PAGE",
     "Implementation",
     "LoraPool",

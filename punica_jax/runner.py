@@ -22,7 +22,7 @@ from punica_jax.device_pools import DevicePools
 from punica_jax.logprobs import Logprobs, token_logprobs
 from punica_jax.models import KvCache, Llama, LoraPools
 from punica_jax.packing import pack, unpack
-from punica_jax.pallas_kernels import resolve
+from punica_jax.pallas_kernels import MAX_PROJECT_ROWS, resolve
 from punica_jax.request import SamplingParams
 from punica_jax.seats import (
     SeatRow,
@@ -34,11 +34,7 @@ from punica_jax.seats import (
 )
 from punica_jax.step import run_step
 
-# With CONCURRENT, which once let shrinks run beside base products, the launch of a step
-# of many rows waits for the step before it (JAX 0.11.2, one H200): of the time of 32
-# requests at once the device is known to be busy for 66 %, without for 99 %. Steps of
-# few rows are as fast with either.
-_GPU_OPTIONS = {"xla_gpu_command_buffer_scheduling_mode": "LHS"}
+_GPU_OPTION = "xla_gpu_command_buffer_scheduling_mode"
 
 
 # Programs compiled at a time: each takes some host memory.
@@ -144,12 +140,18 @@ class Runner:
         self._counts = jnp.zeros((num_seats, self.vocab_size), jnp.int32)
         self._newest = jnp.zeros(num_seats, jnp.int32)  # token of each seat
         on_gpu = self.implementation == "pallas_triton"
-        self._step = jax.jit(
+        make_step = functools.partial(
+            jax.jit,
             functools.partial(_flat_step, self._structure, self.implementation),
             donate_argnums=(1, 2),
             static_argnums=5,
-            compiler_options=_GPU_OPTIONS if on_gpu else None,
         )
+        self._step = self._overlapped_step = make_step()
+        if on_gpu:
+            self._step = make_step(compiler_options={_GPU_OPTION: "LHS"})
+            self._overlapped_step = make_step(
+                compiler_options={_GPU_OPTION: "CONCURRENT"}
+            )
         # Apart from the step: a step of most likely tokens alone runs nothing else, and
         # a condition inside of it would make a GPU's host wait.
         self._write_seat = jax.jit(
@@ -225,13 +227,28 @@ class Runner:
 
     def forward(self, batch: Batch, feed: Feed | None = None) -> Forward:
         """Run the decoder without waiting; nothing is drawn."""
-        result, self._cache, self._newest = self._step(*self._arguments(batch, feed))
+        step = self._step_of(batch.bucket)
+        result, self._cache, self._newest = step(*self._arguments(batch, feed))
         self._steps[batch.bucket] = None
         return result
 
+    def overlaps(self, bucket: Bucket) -> bool:
+        """Tell whether launches of a bucket's steps should run beside each other.
+
+        The shrink beside the base product, where each is a launch: 64 rows of 8
+        adapters take 9.6 ms so, and 10.1 without (a 7B on one H200). Not in prefill:
+        with JAX 0.11.2 the launch of such a step waits for the step before it; of the
+        time of 32 requests at once the device was known to be busy for 66 % so, and for
+        99 % without.
+        """
+        return bucket.max_query_len == 1 and bucket.rows > MAX_PROJECT_ROWS
+
+    def _step_of(self, bucket: Bucket) -> Any:
+        return self._overlapped_step if self.overlaps(bucket) else self._step
+
     def lower(self, batch: Batch) -> jax.stages.Lowered:
         """Return a batch's program before it is compiled, to look at."""
-        return self._step.lower(*self._arguments(batch, None))
+        return self._step_of(batch.bucket).lower(*self._arguments(batch, None))
 
     def _arguments(self, batch: Batch, feed: Feed | None) -> tuple[Any, ...]:
         feed = Feed.of([], batch.bucket) if feed is None else feed

@@ -38,6 +38,12 @@ GREEDY = pj.SamplingParams(max_new_tokens=12, ignore_eos=True)
 WAIT_S = 60.0
 
 
+_PROGRAMS = (
+    *("_step", "_overlapped_step", "_write_seat"),
+    *("_draw", "_logprobs", "_prompt_logprobs"),
+)
+
+
 class QuickRunner(Runner):
     """A runner whose programs are compiled by the first one alone."""
 
@@ -46,7 +52,7 @@ class QuickRunner(Runner):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         QuickRunner._first = first = QuickRunner._first or self
-        for name in ("_step", "_write_seat", "_draw", "_logprobs", "_prompt_logprobs"):
+        for name in _PROGRAMS:
             setattr(self, name, getattr(first, name))
 
 

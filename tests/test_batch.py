@@ -1,3 +1,6 @@
+import functools
+from typing import Any, cast
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +11,7 @@ import punica_jax as pj
 from punica_jax.batch import BLOCK_ROWS, Batch, Bucket, Buckets, Wanted
 from punica_jax.chunk import Chunk
 from punica_jax.packing import pack, unpack
+from punica_jax.runner import Runner
 
 
 def test_default_programs_are_few(checkpoint, monkeypatch):
@@ -49,6 +53,12 @@ def test_every_choice_is_listed_and_large_enough(max_seqs, max_rows, data):
     assert bucket in set(buckets)
     assert bucket.rows >= rows and bucket.seqs >= seqs
     assert (bucket.max_query_len == 1) == (rows == seqs)
+
+
+def test_launches_overlap_where_shrinks_are_launches_of_their_own():
+    overlaps = functools.partial(Runner.overlaps, cast(Any, None))
+    found = [bucket.name for bucket in Buckets(256, 2048) if overlaps(bucket)]
+    assert found == ["decode[64]", "decode[256]"]
 
 
 def test_layout():

@@ -261,18 +261,24 @@ def _profiled(cases: Mapping[str, Sequence[Mapping[str, Record]]]) -> str:
 
     def bracketed(of: Callable[[Mapping[str, Record]], str]) -> list[str]:
         pairs = [[of(profile) for profile in found] for found in cases.values()]
-        return [f"{now} ({before[0]})" if before else now for now, *before in pairs]
+        return [
+            f"{now} ({before[0]})" if before and before[0] else now
+            for now, *before in pairs
+        ]
 
     def time_of(group: str) -> Callable[[Mapping[str, Record]], str]:
-        return lambda profile: f"{profile[group]['us'] if group in profile else 0:.0f}"
+        return lambda profile: f"{profile[group]['us']:.0f}" if group in profile else ""
+
+    def step_of(profile: Mapping[str, Record]) -> str:
+        step_us = next(iter(profile.values())).get("step_us")
+        return f"{step_us:.0f}" if step_us else ""
 
     commits = bracketed(lambda profile: next(iter(profile.values()))["commit"])
     columns = ["kernels", *map(", ".join, zip(cases, commits, strict=True))]
     shown = [group for group, us in longest.items() if us]
     shown.sort(key=lambda group: (group == "gaps", -longest[group]))
     cells = [[group, *bracketed(time_of(group))] for group in shown]
-    steps = bracketed(lambda profile: f"{next(iter(profile.values()))['step_us']:.0f}")
-    return markdown(columns, [*cells, ["step", *steps]])
+    return markdown(columns, [*cells, ["step", *bracketed(step_of)]])
 
 
 def around(results: Path) -> str:

@@ -207,7 +207,6 @@ def _rank(pool: LoraPool) -> int:
     return RANK_PAGE * int(np.asarray(pool.layer_num_pages).max())
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3))
 class AnyRunner(Runner):
     """A runner of pools or stacks."""
 
@@ -219,6 +218,7 @@ class AnyRunner(Runner):
         return isinstance(self.adapters.pools, Stacks) or super().overlaps(bucket)
 
 
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def _dense(
     pool: LoraPool, transposed: bool, num_adapters: int, rank: int
 ) -> tuple[Array, Array]:

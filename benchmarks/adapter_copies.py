@@ -12,13 +12,7 @@ import jax
 import numpy as np
 
 from punica_jax.bench_model import BenchModel
-from punica_jax.models import (
-    MODULE_GROUPS,
-    Adapter,
-    EmptyBuffer,
-    HostBuffer,
-    read_adapter,
-)
+from punica_jax.models import MODULE_GROUPS, EmptyBuffer, read_adapter
 
 _NUM_COPIES = 5
 
@@ -31,18 +25,9 @@ def copies(bench: BenchModel, path: Path, empty: EmptyBuffer) -> dict[str, Any]:
     Args:
       bench: has the pools.
       path: the adapter's directory.
-      empty: page-locked memory; both copies are timed from there, too, if it is.
+      empty: makes the host's memory of both.
     """
-    record: dict[str, Any] = {}
-    for prefix, memory in (("", HostBuffer.empty), ("locked_", empty)):
-        adapter = read_adapter(path, bench.config, dtype=bench.dtype, empty=memory)
-        if not prefix or adapter.is_locked:
-            times = _times(bench, adapter)
-            record |= {f"{prefix}{name}": value for name, value in times.items()}
-    return {"adapter_bytes": adapter.nbytes, **record}
-
-
-def _times(bench: BenchModel, adapter: Adapter) -> dict[str, float]:
+    adapter = read_adapter(path, bench.config, dtype=bench.dtype, empty=empty)
     pools = bench.runner.adapters
     pages = {group: range(adapter.num_pages(group)) for group in MODULE_GROUPS}
     plain: Any = np.zeros(adapter.nbytes, np.uint8)
@@ -51,6 +36,8 @@ def _times(bench: BenchModel, adapter: Adapter) -> dict[str, float]:
         plain = jax.device_put(plain, there.with_memory_kind("pinned_host"))
     staged = pools.stage(adapter, 0, pages)
     return {
+        "adapter_bytes": adapter.nbytes,
+        "is_locked": adapter.is_locked,
         "stage_ms": _best_ms(lambda: pools.stage(adapter, 0, pages)),
         "copy_ms": _best_ms(
             lambda: jax.block_until_ready(jax.device_put(plain, there))

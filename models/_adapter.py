@@ -105,12 +105,12 @@ class Adapter:
     @property
     def nbytes(self) -> int:
         """Bytes of host memory that the weights take."""
-        return sum(buffer.array.nbytes for buffer in self.all_buffers)
+        return sum(buffer.array.nbytes for buffer in self._buffers)
 
     @property
     def is_locked(self) -> bool:
         """Whether all of that is memory that devices copy from directly."""
-        return all(buffer.is_locked for buffer in self.all_buffers)
+        return all(buffer.is_locked for buffer in self._buffers)
 
     def digest(self) -> str:
         """Return what two adapters share only if their weights are the same."""
@@ -140,9 +140,9 @@ class Adapter:
         return self._pages[group][index].page
 
     @property
-    def all_buffers(self) -> Iterator[HostBuffer]:
+    def _buffers(self) -> list[HostBuffer]:
         """The memory of all pages."""
-        return (buffer for pages in self._pages.values() for buffer, _ in pages)
+        return [buffer for pages in self._pages.values() for buffer, _ in pages]
 
     def buffers(self, group: str) -> list[HostBuffer]:
         """Return the memory of the group's pages, in order; see `PageShape.cut`.
@@ -150,18 +150,6 @@ class Adapter:
         It is theirs for as long as who asked holds it.
         """
         return [buffer for buffer, _ in self._pages[group]]
-
-    def move(self, empty: EmptyBuffer) -> None:
-        """Bring the weights to other memory; others may read them meanwhile.
-
-        Args:
-          empty: makes it, for one page after the other.
-        """
-        for group, pages in self._pages.items():
-            for index, (old, _) in enumerate(pages):
-                new = empty(old.array.size, self.dtype)
-                _copy(old.array, new.array)
-                pages[index] = _HostPage(new, self._shapes[group].cut(new.array))
 
     def _empty_pages(self, group: str, empty: EmptyBuffer) -> list[_HostPage]:
         shape, pages = self._shapes[group], []

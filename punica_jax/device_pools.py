@@ -53,7 +53,6 @@ class DevicePools:
         """Take over empty pools, and compile what writes them."""
         self.pools = pools
         self._device = next(iter(pools.qkv.a.devices()))
-        self._locked: LockedPages | None = None
         # Here already: to bring a number takes longer than to launch a program.
         self._finite = jnp.bool_(True)
         self._indices = [jnp.int32(index) for index in range(pools.max_pages)]
@@ -78,8 +77,7 @@ class DevicePools:
         num_bytes, dtype = locked_bytes(host_bytes, self._device), self.pools.dtype
         shapes = (self.pools.group(group).page_shape for group in MODULE_GROUPS)
         sizes = [shape.size(dtype) for shape in shapes]
-        self._locked = LockedPages(self._device, sizes, dtype, num_bytes)
-        return self._locked.empty
+        return LockedPages(self._device, sizes, dtype, num_bytes).empty
 
     def write(self, adapter: Adapter, pages: Mapping[str, Sequence[int]]) -> bool:
         """Write an adapter's weights to rank pages that no slot uses.
@@ -111,14 +109,12 @@ class DevicePools:
           slot: the slot that it is for.
           pages: module group -> the pages for it.
         """
-        # Held until the copies are there: it may be moved to other memory meanwhile.
-        held = {group: adapter.buffers(group) for group in MODULE_GROUPS}
-        copies = {group: list(map(self._copy, own)) for group, own in held.items()}
+        copies = {
+            group: list(map(self._copy, adapter.buffers(group)))
+            for group in MODULE_GROUPS
+        }
         staged = StagedAdapter(copies, self._tables(slot, adapter, pages))
-        jax.block_until_ready(staged)
-        if self._locked is not None:
-            self._locked.note_copied(adapter)
-        return staged
+        return jax.block_until_ready(staged)
 
     def place(self, staged: StagedAdapter) -> Callable[[], bool]:
         """Write a staged adapter to its pages, and point its slot at them.

@@ -50,9 +50,8 @@ class Engine:
 
     One thread steps all requests together, each under its own adapter, and goes on
     while adapters are read and copied. Everything here may be called from any thread;
-    what is `async` from any event loop.
-
-    It serves until `close`, or until nobody refers to it; a request under way does.
+    what is `async` from any event loop. It serves until `close`, or until nobody refers
+    to it any more; a request under way does.
 
     Attributes:
       config: how the model is served.
@@ -94,7 +93,8 @@ class Engine:
         self._sources = AdapterSources(base, adapters_dir)
         readers = self._sources.readers(adapters)
         self._runner = base.runner()
-        self._sources.empty = self._runner.adapters.lock(host_bytes)
+        if adapters or adapters_dir is not None:
+            self._sources.empty = self._runner.adapters.lock(host_bytes)
         awake: queue.SimpleQueue[None] = queue.SimpleQueue()
         tasks = Tasks(
             ThreadPoolExecutor(_NUM_READERS, "punica-jax-adapters"),

@@ -56,8 +56,7 @@ class AdapterResidence(AdapterRegistry):
         self._device = device
         self._num_spare = num_spare
         self._on_host = HostCache(host_bytes)
-        # In the order of last use.
-        self._placed: dict[Version, None] = {}
+        self._placed: dict[Version, None] = {}  # in the order of last use
         self._tasks = tasks
         self._takes = {
             "read": self._take_read,
@@ -337,8 +336,9 @@ class AdapterResidence(AdapterRegistry):
         version.is_transient = not isinstance(error, AdapterCapacityError)
         if not isinstance(error, ValueError):
             error = ValueError(f"adapter {version.name!r} cannot be loaded: {error}")
-        version.error, version.failed_s = error, time.monotonic()
-        version.asked_s = None
+        # Without its frames: they hold what had been read of the weights.
+        version.error = error = error.with_traceback(None)
+        version.asked_s, version.failed_s = None, time.monotonic()
         if not version.loaded.done():
             version.loaded.set_exception(error)
         version.stats.num_load_failures += 1

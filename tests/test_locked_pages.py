@@ -2,7 +2,6 @@
 
 import asyncio
 import gc
-from concurrent.futures import Executor, Future
 from types import SimpleNamespace
 
 import jax
@@ -30,18 +29,9 @@ SIZES = [PageShape.of(CONFIG, group).size(np.float32) for group in MODULE_GROUPS
 SET_BYTES = 4 * sum(SIZES)  # of one rank page in each group
 
 
-class AtOnce(Executor):
-    """Does what is submitted, there and then."""
-
-    def submit(self, work, /, *args, **kwargs):
-        future = Future()
-        future.set_result(work(*args, **kwargs))
-        return future
-
-
 def locked_pages_for(num_sets):
     device = jax.devices()[0]
-    return LockedPages(device, SIZES, np.float32, int(num_sets * SET_BYTES), AtOnce())
+    return LockedPages(device, SIZES, np.float32, int(num_sets * SET_BYTES))
 
 
 def num_free(pages):
@@ -98,45 +88,12 @@ def test_once_it_is_used_up_memory_is_ordinary():
     pages = locked_pages_for(1)
     first, second = (adapter_of(seed, empty=pages.empty) for seed in (1, 2))
     assert first.is_locked
-    assert not any(buffer.is_locked for buffer in second.all_buffers)
+    assert not any(
+        buffer.is_locked for one in MODULE_GROUPS for buffer in second.buffers(one)
+    )
     assert second.digest() == adapter_of(2).digest()
     assert pages.empty(7, np.float32).array.shape == (7,)  # nobody's page
     assert locked_pages_for(0.9).num_free == dict.fromkeys(SIZES, 0)
-
-
-def test_the_second_copy_takes_the_place_of_the_one_unused_for_longest():
-    pages = locked_pages_for(2)
-    a, b, c = adapters = [adapter_of(seed, empty=pages.empty) for seed in range(3)]
-    digests = [one.digest() for one in adapters]
-    for one in adapters:
-        one.report.complete()
-        pages.note_copied(one)
-    assert [one.is_locked for one in adapters] == [True, True, False]
-    pages.note_copied(a)
-    pages.note_copied(c)
-    assert [one.is_locked for one in adapters] == [True, False, True]
-    pages.note_copied(b)  # a is the older one by now
-    assert [one.is_locked for one in adapters] == [False, True, True]
-    assert [one.digest() for one in adapters] == digests
-    assert num_free(pages) == 0
-
-
-def test_nobody_moves_for_what_never_fits():
-    pages = locked_pages_for(1)
-    small, large = adapter_of(empty=pages.empty), adapter_of(1, 20, pages.empty)
-    for one in (small, large, large):
-        pages.note_copied(one)
-    assert small.is_locked and not large.is_locked
-
-
-def test_adapters_that_are_gone_are_forgotten():
-    pages = locked_pages_for(1)
-    for seed in range(3):
-        adapter = adapter_of(seed, empty=pages.empty)
-        pages.note_copied(adapter)
-    del adapter
-    gc.collect()
-    assert not pages._copied and num_free(pages) == 1
 
 
 def test_a_machine_may_have_less(monkeypatch):
@@ -186,14 +143,14 @@ def test_those_of_a_few_groups_have_pages_of_these(always):
     assert jnp.any(device.pools.qkv.a) and not jnp.any(device.pools.o.a)
 
 
+@pytest.mark.slow
 def test_an_engine_reads_into_it_and_lets_it_go(
     tmp_path_factory, monkeypatch, compiles
 ):
     root = files(tmp_path_factory)
     monkeypatch.setattr(device_pools, "locked_bytes", lambda *_: 600_000)
     with make_engine(root) as engine:
-        locked = engine._runner.adapters._locked
-        assert locked is not None
+        locked = engine._sources.empty.__self__
         total = sum(locked.num_free.values())
         assert total
 
@@ -212,7 +169,7 @@ def test_an_engine_reads_into_it_and_lets_it_go(
         del hosts
         for name in "abcdefg":
             run(engine.unload_adapter(name))
-        locked._mover.submit(gc.collect).result()
+        gc.collect()
         assert sum(locked.num_free.values()) == total
 
 

@@ -1,8 +1,8 @@
 """A linear layer with its adapters' product, and what follows it in a decoder layer.
 
 Checks, choice of implementation, gradients; the kernels are `_project.py`'s,
-`_sgmv.py`'s and `_fused.py`'s. Knows arrays of one layer; nothing of models or
-sequences.
+`_row_expand.py`'s, `_sgmv.py`'s and `_fused.py`'s. Knows arrays of one layer; nothing
+of models or sequences.
 """
 
 import functools
@@ -43,8 +43,8 @@ def lora_linear(
     """Apply a linear layer with every row's own adapter.
 
     *Semantics*: `lora(y, x, pool, segments)` with `y = x W^T + bias + residual`, which
-    is rounded once (in the XLA form before the residual, too). Differentiable wherever
-    `lora` is.
+    is rounded once (of many rows, and in the XLA form, before the residual, too).
+    Differentiable wherever `lora` is.
 
     Args:
       x: the rows; or as `lora_normed` returns them.
@@ -72,26 +72,27 @@ def lora_normed(
 ) -> tuple[Float[Array, "rows d_out"], Float[Array, "rows d_out"] | NormedRows]:
     """Apply a linear layer, and normalise its rows for the next one.
 
-    *Semantics*: `y = lora_linear(x, ...)`, and `rms_norm(y, norm)`. Where the kernels
-    of a few rows multiply next, the second is left to be divided there, and rounded
+    *Semantics*: `y = lora_linear(x, ...)`, and `rms_norm(y, norm)`. Where a kernel
+    expands a few rows, the second is left for the next product to divide, and rounded
     once instead of twice. Differentiable wherever `lora` is.
 
     Args:
       x, weight, lora, bias, residual, implementation: see `lora_linear`.
-      norm: what `y` is normalised by.
+      norm: what `y` is normalised by, in the weight's dtype.
 
     Raises:
       ValueError: an operand does not fit the others.
     """
     _check(x, weight, lora)
-    if norm.weight.shape != weight.shape[:1]:
+    if (norm.weight.shape, norm.weight.dtype) != (weight.shape[:1], weight.dtype):
         raise ValueError(
-            f"the norm must be as wide as the weight's output, {weight.shape[0]}, got "
-            f"{norm.weight.shape}"
+            f"the norm must be {weight.dtype}[{weight.shape[0]}] as the weight's "
+            f"output, got {norm.weight.dtype}{list(norm.weight.shape)}"
         )
-    passes = 1 if lora is None else lora[1].num_passes
-    # Rows that are not divided yet could pass the greatest float16.
-    fits = weight.dtype == jnp.bfloat16 and _are_few(x, weight) and passes == 1
+    # A product's programs would write so many sums of squares that reading them costs
+    # what the norm does; rows not divided yet could pass the greatest float16.
+    fits = lora is not None and lora[1].num_passes == 1
+    fits = fits and weight.dtype == jnp.bfloat16 and _are_few(x, weight)
     operands = (x, weight, lora, bias, residual)
     resolved = resolve(implementation)
     if resolved != "xla" and fits:
@@ -209,6 +210,11 @@ def _check(x: Array | NormedRows, weight: Array, lora: Lora | None) -> None:
             "x must be [rows, d_in] and weight [d_out, d_in], got "
             f"{x.shape} and {weight.shape}"
         )
+    if isinstance(x, NormedRows) and x.squares.shape[1:] != x.shape[:1]:
+        raise ValueError(
+            f"squares must be f32[parts, rows] of {x.shape[0]} rows, got "
+            f"{x.squares.shape}"
+        )
     if lora is None:
         return
     pool, segments = lora
@@ -269,10 +275,9 @@ def _project_rows(
     forms, v = _fused, None
     if _are_few(x, weight):
         forms = _row_expand
-        projected = _project.project(
+        y, v = _project.project(
             x, weight, lora, bias=bias, residual=residual, interpret=interpret
         )
-        y, v = projected.y, projected.v
     else:
         x = x.divided() if isinstance(x, NormedRows) else x
         y = reference.linear(x, weight, bias, residual)
@@ -290,15 +295,9 @@ def _are_few(x: Array | NormedRows, weight: Array) -> bool:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _normed(implementation, norm, x, weight, lora, bias, residual):
+    forms, y, shrunk = _project_rows(implementation, x, weight, lora, bias, residual)
     interpret = implementation != "pallas_triton"
-    options = {"bias": bias, "residual": residual, "interpret": interpret}
-    if lora is None:
-        projected = _project.project(x, weight, norm=norm, **options)
-        return projected.y, projected.normed
-    projected = _project.project(x, weight, lora, **options)
-    assert projected.v is not None
-    shrunk = _fused.Shrunk(projected.v, *lora)
-    return _row_expand.normed_expand(projected.y, shrunk, norm, interpret=interpret)
+    return forms.normed_expand(y, shrunk, norm, interpret=interpret)
 
 
 def _normed_forward(implementation, *operands):

@@ -9,7 +9,7 @@ nothing of models.
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from punica_jax.pallas_kernels._dispatch import shared_bytes
-from punica_jax.pallas_kernels._norm import Norm, NormedRows, row_scales
+from punica_jax.pallas_kernels._norm import NormedRows, row_scales
 from punica_jax.pallas_kernels._page_tiles import (
     AdapterPages,
     dot,
@@ -39,24 +39,6 @@ from punica_jax.pallas_kernels._sgmv_config import (
     shrink_config,
 )
 
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Projected:
-    """What `project` returns.
-
-    Attributes:
-      y: `[rows, d_out]`, `x W^T + bias + residual`.
-      v: with adapters, what `expand` takes, `f32[groups, rows, C * max_rank]`: the sums
-        of the groups, at most 4, that it would add last, bitwise.
-      normed: with a norm, the rows of `y` after it.
-    """
-
-    y: Array
-    v: Array | None = None
-    normed: NormedRows | None = None
-
-
 # Begins to load what rows `i32[n]`, of which some are live, are multiplied by, and
 # returns what waits for it: `f32[n, 1]`, or 1.
 _Scales = Callable[[Array, Array | None], Callable[[], Array | float]]
@@ -69,10 +51,9 @@ def project(
     *,
     bias: Array | None = None,
     residual: Array | None = None,
-    norm: Norm | None = None,
     config: ProjectConfig | None = None,
     interpret: bool = False,
-) -> Projected:
+) -> tuple[Array, Array | None]:
     """Launch `x W^T + bias + residual`, rounded once, and with `lora` its shrink.
 
     Args:
@@ -81,17 +62,18 @@ def project(
       lora: adapters, and which rows use them, one a row.
       bias: `[d_out]`.
       residual: `[rows, d_out]`.
-      norm: what follows the product; not with `lora`, whose expand comes between.
       config: how the product is cut into programs.
       interpret: see `resolve`.
+
+    Returns:
+      `[rows, d_out]`; and what `expand` takes, `f32[groups, rows, C * max_rank]`: the
+      sums of the groups, at most 4, that it would add last, bitwise. Without `lora`
+      None.
     """
-    assert lora is None or norm is None
     options = {"bias": bias, "residual": residual}
     eps = 0.0
     if isinstance(x, NormedRows):
         options["squares"], eps, x = x.squares, x.eps, x.x
-    if norm is not None:
-        options["norm"] = norm.weight
     options = {name: array for name, array in options.items() if array is not None}
     (rows, d_in), d_out = x.shape, weight.shape[0]
     config = config or project_config(
@@ -99,8 +81,6 @@ def project(
     )
     num_blocks = pl.cdiv(d_out, config.block_n)
     shapes = [jax.ShapeDtypeStruct((rows, d_out), x.dtype)]
-    if norm is not None:
-        shapes += [shapes[0], jax.ShapeDtypeStruct((num_blocks, rows), jnp.float32)]
     shrinks, operands = None, ()
     if lora is not None:
         pool, segments = lora
@@ -126,10 +106,7 @@ def project(
         interpret=interpret,
         name="lora_project",
     )(x, weight, *options.values(), *operands)
-    if norm is not None:
-        normed = NormedRows(x=out[1], squares=out[2], eps=norm.eps)
-        return Projected(y=out[0], normed=normed)
-    return Projected(y=out[0], v=None if shrinks is None else out[1])
+    return out[0], None if shrinks is None else out[1]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,8 +144,8 @@ class _Shrinks:
 def _project_kernel(
     x_ref,  # [rows, d_in]
     w_ref,  # [d_out, d_in]
-    # The options: [d_out], [rows, d_out], f32[parts, rows], [d_out]; the shrink's
-    # operands; y_ref; v_ref, or [rows, d_out] and f32[blocks, rows] of a norm.
+    # The options: [d_out], [rows, d_out], f32[parts, rows]; the shrink's operands;
+    # y_ref, v_ref.
     *refs,
     option_names: tuple[str, ...],
     eps: float,
@@ -185,14 +162,14 @@ def _project_kernel(
         return row_scales(options["squares"], row, live, x_ref.shape[1], eps)
 
     if shrinks is None:
-        _product(x_ref, w_ref, options, refs, program, scales, config)
+        _product(x_ref, w_ref, options, refs[0], program, scales, config)
         return
     *operands, y_ref, v_ref = refs
     num_blocks = pl.cdiv(w_ref.shape[0], config.block_n)
 
     @pl.when(program < num_blocks)
     def _():
-        _product(x_ref, w_ref, options, (y_ref,), program, scales, config)
+        _product(x_ref, w_ref, options, y_ref, program, scales, config)
 
     @pl.when(program >= num_blocks)
     def _():
@@ -203,13 +180,12 @@ def _product(
     x_ref,
     w_ref,
     options: dict[str, Any],
-    out_refs: Sequence[Any],
+    y_ref,
     block,
     scales: _Scales,
     config: ProjectConfig,
 ) -> None:
-    """Write one block of columns of the dense product, and of the norm's rows."""
-    y_ref, *normed_refs = out_refs
+    """Write one block of columns of the dense product."""
     (num_rows, d_in), d_out = x_ref.shape, w_ref.shape[0]
     row = jnp.arange(max(16, pl.next_power_of_2(num_rows)), dtype=jnp.int32)
     column = block * config.block_n + jnp.arange(config.block_n, dtype=jnp.int32)
@@ -230,14 +206,9 @@ def _product(
     at = (row[:, None], column[None, :])
     acc = jnp.zeros((row.size, column.size), jnp.float32)
     mask = mask_of(acc.shape, live, None if inside is None else inside[None, :])
-    row_live = None if live is None else live[:, 0]
     # Loaded before the loop: after it, nothing would hide how long that takes.
-    scale = scales(row, row_live)
-    places = {
-        "bias": (column, inside),
-        "norm": (column, inside),
-        "residual": (at, mask),
-    }
+    scale = scales(row, None if live is None else live[:, 0])
+    places = {"bias": (column, inside), "residual": (at, mask)}
     loaded = {
         name: load(options[name].at[place], mask)
         for name, (place, mask) in places.items()
@@ -249,16 +220,7 @@ def _product(
         acc += loaded["bias"].astype(jnp.float32)[None, :]
     if "residual" in loaded:
         acc += loaded["residual"].astype(jnp.float32)
-    y = acc.astype(y_ref.dtype)
-    plgpu.store(y_ref.at[at], y, mask=mask)
-    if not normed_refs:
-        return
-    rows_ref, squares_ref = normed_refs
-    # Of what is stored: the norm sees rounded rows, as one of its own would.
-    y = y.astype(jnp.float32)
-    normed = y * loaded["norm"].astype(jnp.float32)[None, :]
-    plgpu.store(rows_ref.at[at], normed.astype(rows_ref.dtype), mask=mask)
-    plgpu.store(squares_ref.at[block, row], jnp.square(y).sum(axis=1), mask=row_live)
+    plgpu.store(y_ref.at[at], acc.astype(y_ref.dtype), mask=mask)
 
 
 def _shrink_group(

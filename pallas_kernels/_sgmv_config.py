@@ -15,7 +15,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 
 # Up to so many rows one launch multiplies and shrinks; XLA multiplies more of them, and
-# the shrink then runs beside it.
+# the shrink may then run beside it.
 MAX_PROJECT_ROWS = 32
 
 # Modules of which one program shrinks a page each, at most.

@@ -444,7 +444,7 @@ def test_the_shrink_beside_the_base_is_that_of_its_own_launch(
     x, lora = jnp.asarray(case.x), (case.pool, segments)
     weight = jnp.zeros((case.pool.d_out, d_in), x.dtype)
     interpret = {"interpret": implementation != "pallas_triton"}
-    groups = jax.jit(functools.partial(project, **interpret))(x, weight, lora).v
+    _, groups = jax.jit(functools.partial(project, **interpret))(x, weight, lora)
     splits = jax.jit(functools.partial(shrink, **interpret))(x, *lora)
     # What a launch of many rows does.
     monkeypatch.setattr(_sgmv, "_MANY_ROWS", 1)

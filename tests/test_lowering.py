@@ -196,7 +196,7 @@ def test_whole_step(form):
     of_adapters = [name for name in calls if name.startswith("lora_")]
     assert names_with_segments(lowered, batch.bucket.rows, 4) == of_adapters
     num_layers = CONFIG.num_layers
-    # Of few rows the first norm alone is a launch: products do the others.
+    # Of few rows the first norm alone is a launch: expands and products do the others.
     num_norms = {"decode": 1, "prefill": 2 * num_layers + 1}[form]
     assert calls.count("rms_norm") == num_norms
     # qkv, o, gate and up, down: few rows' products and shrinks are one launch.

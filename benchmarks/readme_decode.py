@@ -113,7 +113,9 @@ def _rival(row: Record, rival: Record | None) -> str:
     if rival is None:
         return ""
     other = rival["commit"] != row["commit"]
-    return f"{rival['step_ms']:.2f}" + (f" ({rival['commit']})" if other else "")
+    serial = "" if rival.get("overlaps", True) else ", launches in order"
+    commit = f" ({rival['commit']}{serial})" if other or serial else ""
+    return f"{rival['step_ms']:.2f}{commit}"
 
 
 def _context(row: Record) -> str:
@@ -266,12 +268,22 @@ def _profiled(cases: Mapping[str, Sequence[Mapping[str, Record]]]) -> str:
             for now, *before in pairs
         ]
 
+    def is_whole(record: Record) -> bool:
+        # Others hold the launch of the first step, which the device waits for once.
+        return record.get("from_second_step", False)
+
     def time_of(group: str) -> Callable[[Mapping[str, Record]], str]:
-        return lambda profile: f"{profile[group]['us']:.0f}" if group in profile else ""
+        def time(profile: Mapping[str, Record]) -> str:
+            record = profile.get(group)
+            if record is None or (group == "gaps" and not is_whole(record)):
+                return ""
+            return f"{record['us']:.0f}"
+
+        return time
 
     def step_of(profile: Mapping[str, Record]) -> str:
-        step_us = next(iter(profile.values())).get("step_us")
-        return f"{step_us:.0f}" if step_us else ""
+        record = next(iter(profile.values()))
+        return f"{record['step_us']:.0f}" if is_whole(record) else ""
 
     commits = bracketed(lambda profile: next(iter(profile.values()))["commit"])
     columns = ["kernels", *map(", ".join, zip(cases, commits, strict=True))]

@@ -95,7 +95,10 @@ def _of_functions(stack: Iterable[str]) -> str:
 
 
 def summarise(
-    events: Sequence[Event], by_operation: Mapping[str, Stacks], num_steps: int
+    events: Sequence[Event],
+    by_operation: Mapping[str, Stacks],
+    num_steps: int,
+    start_ns: float | None = None,
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Return the step's groups, and its kernels, each with microseconds and counts.
 
@@ -103,6 +106,7 @@ def summarise(
       events: of `num_steps` equal steps, one after the other.
       by_operation: what `timeline.sources` gives.
       num_steps: how many.
+      start_ns: when the step before them had ended; None if there was none.
     """
     if not events:
         return [], []
@@ -118,7 +122,9 @@ def summarise(
         }
         for name, times in kernels.items()
     ]
-    span_ns = max(e.end_ns for e in events) - min(e.start_ns for e in events)
+    if start_ns is None:
+        start_ns = min(event.start_ns for event in events)
+    span_ns = max(event.end_ns for event in events) - start_ns
     groups = {group: {"us": 0.0, "launches": 0.0} for group in GROUPS}
     for row in rows:
         groups[row["group"]]["us"] += row["us"]
@@ -150,7 +156,9 @@ def profile(
     run()
     events = record(run)
     # The device waits for the first step's launch, as for none after it.
-    return summarise(events[len(events) // (num_steps + 1) :], by_operation, num_steps)
+    num_first = len(events) // (num_steps + 1)
+    start_ns = max((event.end_ns for event in events[:num_first]), default=None)
+    return summarise(events[num_first:], by_operation, num_steps, start_ns)
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -193,6 +201,7 @@ def main(words: Sequence[str] | None = None) -> None:
                     "context": args.context,
                     "popularity": name,
                     "method": method,
+                    "from_second_step": True,
                 }
                 log.add({**about, **row})
                 us, share = f"{row['us']:.0f}", f"{100 * row['share']:.1f} %"

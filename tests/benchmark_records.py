@@ -120,6 +120,7 @@ def where_records():
     return [
         {**about, "popularity": popularity, "method": method, "group": group}
         | {"us": us, "step_us": 6800.0 - gaps_us, **WHERE, "commit": commit}
+        | {"from_second_step": popularity != "none"}
         for popularity, method in cases.items()
         for commit, (gaps_us, products_us) in times.items()
         if popularity != "none" or commit == "abc"

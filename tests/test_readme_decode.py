@@ -97,8 +97,8 @@ def test_profiles_are_the_last_and_the_first(results):
     assert rows == [
         ["base products", "5000", "4000 (5000)"],
         ["norms", "110", "110 (110)"],
-        ["gaps", "30", "20 (30)"],
-        ["step", "6770", "6780 (6770)"],
+        ["gaps", "", "20 (30)"],
+        ["step", "", "6780 (6770)"],
     ]
 
 

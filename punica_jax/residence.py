@@ -336,9 +336,8 @@ class AdapterResidence(AdapterRegistry):
         version.is_transient = not isinstance(error, AdapterCapacityError)
         if not isinstance(error, ValueError):
             error = ValueError(f"adapter {version.name!r} cannot be loaded: {error}")
-        # Without its frames: they hold what had been read of the weights.
-        version.error = error = error.with_traceback(None)
-        version.asked_s, version.failed_s = None, time.monotonic()
+        version.error, version.failed_s = error, time.monotonic()
+        version.asked_s = None
         if not version.loaded.done():
             version.loaded.set_exception(error)
         version.stats.num_load_failures += 1

@@ -97,7 +97,7 @@ def lora_normed(
     resolved = resolve(implementation)
     if resolved != "xla" and fits:
         return _normed(resolved, norm, *operands)
-    y = _linear("plain", resolved, *operands)
+    y: Any = _linear("plain", resolved, *operands)
     return y, rms_norm(y, norm.weight, eps=norm.eps, implementation=implementation)
 
 

@@ -72,7 +72,7 @@ class LockedPages:
             source = free.pop()
         except IndexError:
             return HostBuffer.empty(size, dtype)
-        memory = (ctypes.c_uint8 * source.nbytes).from_address(
+        memory: Any = (ctypes.c_uint8 * source.nbytes).from_address(
             source.unsafe_buffer_pointer()
         )
         weakref.finalize(memory, free.append, source).atexit = False

@@ -507,6 +507,8 @@ def test_every_asker_gets_an_error_of_its_own(engine, tmp_path):
     assert all(isinstance(error, pj.HubError) for error in errors)
     assert errors[0] is not errors[1] and str(errors[0]) == str(errors[1])
     del errors
+    # What hands errors over may still name them; it has ended before the next answer.
+    run(completions(engine.generate("hello", None, GREEDY)))
     gc.collect()
     assert [variable() for variable in mine] == [None, None]
     # Nor do its own frames gather there.

@@ -77,8 +77,6 @@ def decode(results: Path) -> str:
         for row in steps
         if row["method"] in RIVALS and _place(row) in cases
     }
-    if not cases:
-        return ""
     methods = [name for name in RIVALS if any(name == method for _, method in rivals)]
     columns = ["model", "rows", "context", "adapters", "floor", "step"]
     columns += ["over no adapter", "allowed", *(RIVALS[method] for method in methods)]
@@ -98,14 +96,13 @@ def decode(results: Path) -> str:
         ]
         lines.append((row, cells))
     more = decode_goals.EXTRA_MS.values()
-    title = caption(
+    title = (
         "One decode step of a random model, bfloat16, rank 16 on all seven "
         f"projections: medians of device time, milliseconds; the floor is {FLOOR}; "
         "`allowed` adds to the step without adapters their bytes and, by rows, "
-        f"{min(more):g} to {max(more):g} ms",
-        [*cases.values(), *rivals.values()],
+        f"{min(more):g} to {max(more):g} ms"
     )
-    return f"{title}\n\n{by_record(columns, lines)}"
+    return by_record(title, columns, lines, also=rivals.values())
 
 
 def _rival(row: Record, rival: Record | None) -> str:
@@ -126,8 +123,6 @@ def ranks(results: Path) -> str:
     """Batches of mixed ranks against batches of the least of them."""
     rows = [row for row in load(results, "decode") if "rank_allowed_ms" in row]
     rows = last_of(rows, "shape", "rows", "context", "popularity", "ranks")
-    if not rows:
-        return ""
     title = (
         "Ranks mixed in one batch, against the same batch all of the least rank, "
         "milliseconds; `allowed` adds to it "
@@ -151,7 +146,7 @@ def ranks(results: Path) -> str:
         )
         for row in sorted(rows, key=_place)
     ]
-    return f"{caption(title, rows)}\n\n{by_record(columns, lines)}"
+    return by_record(title, columns, lines)
 
 
 def engines(results: Path) -> str:
@@ -297,8 +292,6 @@ def around(results: Path) -> str:
     """What the host does before a step and the device after it, and their goals."""
     launches = last_of(load(results, "dispatch"), "layers", "rows")
     draws = last_of(load(results, "sampling"), "rows", "case", "vocab")
-    if not launches and not draws:
-        return ""
     steps = load(results, "decode")
     lines: list[tuple[Record, list[Any]]] = []
     for row in launches:
@@ -316,7 +309,7 @@ def around(results: Path) -> str:
         "vocabulary"
     )
     columns = ["what", "rows", "us", "of a step", "goal"]
-    return f"{caption(title, [*launches, *draws])}\n\n{by_record(columns, lines)}"
+    return by_record(title, columns, lines)
 
 
 def _judged(row: Record) -> list[str]:

@@ -14,7 +14,6 @@ from benchmarks.readme_tables import (
     FLOOR,
     POPULARITIES,
     by_record,
-    caption,
     last_of,
     load,
 )
@@ -39,8 +38,6 @@ def trace(results: Path) -> str:
     """The paper's workload: one mixed batch, no adapters at all, one at a time."""
     keys = ("shape", "seats", "whole", "popularity", "method")
     rows = last_of(load(results, "serving_trace"), *keys)
-    if not rows:
-        return ""
 
     def place(row: Record) -> tuple[Any, ...]:
         popularity = POPULARITIES.index(row["popularity"])
@@ -75,15 +72,13 @@ def trace(results: Path) -> str:
         f"the memory roofline ({FLOOR}), and for how much of the time the device was "
         "busy at least"
     )
-    return f"{caption(title, rows)}\n\n{by_record(columns, lines)}"
+    return by_record(title, columns, lines)
 
 
 def batch(results: Path) -> str:
     """Requests that come at once, start to end, beside vLLM's."""
     keys = ("shape", "rows", "prompt_len", "num_new", "popularity")
     rows = last_of(load(results, "serving_batch"), *keys)
-    if not rows:
-        return ""
 
     def place(row: Record) -> tuple[Any, ...]:
         return *(row[key] for key in keys[:4]), POPULARITIES.index(row["popularity"])
@@ -106,20 +101,17 @@ def batch(results: Path) -> str:
         )
         for row in sorted(rows, key=place)
     ]
-    title = caption(
+    title = (
         "Requests that come at once, start to end, and until all of them have their "
-        "first token",
-        rows,
-        f"vLLM's: {peers.source(peers.WHOLE_RUNS)}",
+        "first token"
     )
-    return f"{title}\n\n{by_record(columns, lines)}"
+    quoted = f"vLLM's: {peers.source(peers.WHOLE_RUNS)}"
+    return by_record(title, columns, lines, quoted=quoted)
 
 
 def cold(results: Path) -> str:
     """Adapters that have to be loaded first, alone and beside others."""
     rows = last_of(load(results, "serving_cold"), "shape", "beside", "tier")
-    if not rows:
-        return ""
     columns = ["model", "adapter from", "beside", "to its first step", "slowest"]
     columns += ["decode step", "slowest over it"]
     lines = [
@@ -143,14 +135,12 @@ def cold(results: Path) -> str:
         "asking until a step can use one, median and slowest; the others' median "
         "decode step, and the slowest during a load over it"
     )
-    return f"{caption(title, rows)}\n\n{by_record(columns, lines)}"
+    return by_record(title, columns, lines)
 
 
 def copy(results: Path) -> str:
     """An adapter's bytes on their way to the device."""
     rows = last_of(load(results, "serving_copy"), "shape")
-    if not rows:
-        return ""
 
     def took(num_bytes: int, ms: float) -> str:
         return f"{ms:.2f} ms, {num_bytes / ms * 1e-6:.1f} GB/s"
@@ -169,15 +159,13 @@ def copy(results: Path) -> str:
         for row in sorted(rows, key=lambda row: row["shape"])
     ]
     title = "An adapter's way from host memory to the device, and as many bytes copied"
-    return f"{caption(title, rows)}\n\n{by_record(columns, lines)}"
+    return by_record(title, columns, lines)
 
 
 def churn(results: Path) -> str:
     """Many more adapters than slots, against the same where nothing is loaded."""
     keys = ("shape", "adapters", "slots", "law", "method")
     rows = last_of(load(results, "serving_churn"), *keys)
-    if not rows:
-        return ""
     columns = ["model", "adapters", "slots", "popularity", "adapters are", "tokens/s"]
     columns += ["warm", "p50 / p99", "cold", "p50 / p99"]
     lines = [
@@ -198,7 +186,7 @@ def churn(results: Path) -> str:
         "the device (warm) or not (cold) when they came, and milliseconds to their "
         "first token"
     )
-    return f"{caption(title, rows)}\n\n{by_record(columns, lines)}"
+    return by_record(title, columns, lines)
 
 
 def _first_tokens(row: Record, kind: str) -> list[str]:
@@ -212,8 +200,6 @@ def _first_tokens(row: Record, kind: str) -> list[str]:
 def goals(results: Path) -> str:
     """What serving is to reach, and whether it does."""
     rows = last_of(load(results, "serving_goal"), "shape", "goal")
-    if not rows:
-        return ""
     lines = [
         (
             row,
@@ -228,7 +214,7 @@ def goals(results: Path) -> str:
         for row in sorted(rows, key=lambda row: row["shape"])
     ]
     columns = ["model", "goal", "wanted", "measured", "met"]
-    return f"{caption('Goals of serving', rows)}\n\n{by_record(columns, lines)}"
+    return by_record("Goals of serving", columns, lines)
 
 
 def measured(results: Path = RESULTS) -> str:

@@ -29,12 +29,30 @@ def caption(title: str, records: Iterable[Record], quoted: str = "") -> str:
     return f"{title} ({'; '.join(parts)}):"
 
 
-def by_record(columns: Sequence[str], lines: Sequence[tuple[Record, list[Any]]]) -> str:
-    """Return a table of a record a line, with their commits if they differ."""
-    if len({record["commit"] for record, _ in lines}) == 1:
-        return markdown(columns, [cells for _, cells in lines])
-    cells = [[*cells, record["commit"]] for record, cells in lines]
-    return markdown([*columns, "commit"], cells)
+def by_record(
+    title: str,
+    columns: Sequence[str],
+    lines: Sequence[tuple[Record, list[Any]]],
+    *,
+    also: Iterable[Record] = (),
+    quoted: str = "",
+) -> str:
+    """Return a table with a caption, a record a line; nothing where there are none.
+
+    Args:
+      title: see `caption`; and so `quoted`.
+      columns: their names; `commit` is one more if the lines' differ.
+      lines: each record with its cells.
+      also: other records that cells are of.
+    """
+    if not lines:
+        return ""
+    records = [record for record, _ in lines]
+    table = [cells for _, cells in lines]
+    if len({record["commit"] for record in records}) > 1:
+        columns = [*columns, "commit"]
+        table = [[*cells, record["commit"]] for record, cells in lines]
+    return f"{caption(title, [*records, *also], quoted)}\n\n{markdown(columns, table)}"
 
 
 def load(results: Path, benchmark: str) -> list[Record]:

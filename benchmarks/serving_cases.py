@@ -36,6 +36,7 @@ from benchmarks.serving_trace import (
 )
 from punica_jax.bench_model import BenchModel
 from punica_jax.memory import host_adapter_bytes
+from punica_jax.models import EmptyBuffer
 from punica_jax.pallas_kernels.shapes import Popularity
 from punica_jax.sizes import Sizes
 
@@ -73,7 +74,11 @@ class Cases:
         self._seconds = seconds
         self._swap_steps = swap_steps
         self._num_requests = num_requests
-        self._empty = bench.runner.adapters.lock(host_adapter_bytes(None))
+
+    @functools.cached_property
+    def _empty(self) -> EmptyBuffer:
+        """Makes memory for adapters as an engine has it; locking takes seconds."""
+        return self.bench.runner.adapters.lock(host_adapter_bytes(None))
 
     def trace(self, popularity: Popularity | None, *, whole: bool) -> Record:
         """Serve the paper's workload, for a while or from its start to its end."""

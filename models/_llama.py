@@ -252,7 +252,7 @@ class Llama(nnx.Module):
                 next_norm=next_norm,
                 implementation=implementation,
             )
-        return normed.divided() if isinstance(normed, NormedRows) else normed
+        return kernels.divided(normed)
 
     def logits(self, hidden: Float[Array, "n hidden"]) -> Float[Array, "n vocab"]:
         """Return the float32 scores of every next token for some hidden rows."""

@@ -11,7 +11,7 @@ from punica_jax.pallas_kernels._epilogues import (
     lora_normed,
     lora_rotary,
 )
-from punica_jax.pallas_kernels._norm import Norm, NormedRows, rms_norm
+from punica_jax.pallas_kernels._norm import Norm, NormedRows, divided, rms_norm
 from punica_jax.pallas_kernels._ops import expand, lora, segment_metadata, shrink
 from punica_jax.pallas_kernels._paged_attention import paged_attention
 from punica_jax.pallas_kernels._pool import RANK_PAGE, LoraPool, pack_adapters
@@ -27,6 +27,7 @@ __all__ = [
     "Norm",
     "NormedRows",
     "Segments",
+    "divided",
     "expand",
     "kth_largest",
     "lora",

@@ -22,7 +22,7 @@ from punica_jax.pallas_kernels import (
     reference,
 )
 from punica_jax.pallas_kernels._dispatch import resolve
-from punica_jax.pallas_kernels._norm import Norm, NormedRows, rms_norm
+from punica_jax.pallas_kernels._norm import Norm, NormedRows, divided, rms_norm
 from punica_jax.pallas_kernels._pool import LoraPool
 from punica_jax.pallas_kernels._segments import Segments
 from punica_jax.pallas_kernels._sgmv_config import MAX_PROJECT_ROWS
@@ -251,7 +251,7 @@ def _plain(form, implementation, *operands):
 
 
 def _plain_linear(implementation, x, weight, lora, bias, residual):
-    x = x.divided() if isinstance(x, NormedRows) else x
+    x = divided(x)
     y = reference.linear(x, weight, bias, residual)
     if lora is None:
         return y
@@ -279,7 +279,7 @@ def _project_rows(
             x, weight, lora, bias=bias, residual=residual, interpret=interpret
         )
     else:
-        x = x.divided() if isinstance(x, NormedRows) else x
+        x = divided(x)
         y = reference.linear(x, weight, bias, residual)
         if lora is not None:
             v = _sgmv.shrink(x, *lora, interpret=interpret)

@@ -36,7 +36,6 @@ from punica_jax.step import run_step
 
 _GPU_OPTION = "xla_gpu_command_buffer_scheduling_mode"
 
-
 # Programs compiled at a time: each takes some host memory.
 _MAX_COMPILING = 8
 

@@ -11,6 +11,7 @@ import pytest
 from punica_jax.pallas_kernels import (
     Norm,
     NormedRows,
+    divided,
     lora_gated,
     lora_linear,
     lora_normed,
@@ -139,7 +140,7 @@ def test_the_steps_one_by_one(dtype, implementation, rows):
         actual = run(*chain.operands(), adapters, implementation=implementation)
         y, normed, gated = actual
         assert isinstance(normed, NormedRows) == is_left
-        normed = normed.divided() if is_left else normed
+        normed = divided(normed)
         expected = chain.expected(adapters[0] is not None)
         for got, want in zip((y, normed, gated), expected, strict=True):
             assert got.dtype == jnp.dtype(dtype)
@@ -265,7 +266,7 @@ def test_several_modules_one_after_the_other(implementation, idle):
             options = {"lora": (case.pool, segments), "implementation": implementation}
             y, normed = lora_normed(x, weight, norm, residual=y, **options)
             y, normed = lora_normed(normed, weight, norm, residual=y, **options)
-            return y, normed.divided() if isinstance(normed, NormedRows) else normed
+            return y, divided(normed)
 
         return both(jnp.asarray(case.x), jnp.asarray(case.y))
 

@@ -11,6 +11,14 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 
+def pytest_configure(config):
+    """Compile a program once for all workers, and for all runs (`--cache-clear`)."""
+    if config.pluginmanager.hasplugin("cacheprovider"):
+        folder = str(config.cache.mkdir("programs"))
+        jax.config.update("jax_compilation_cache_dir", folder)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+
+
 _num_tests = itertools.count(1)
 
 

@@ -75,6 +75,9 @@ class _Adapters:
     def lacks_room(self, name: str | None) -> bool:
         return not self.is_here(name)
 
+    def share(self, resident: Resident) -> Resident:
+        return resident
+
     def release(self, resident: Resident) -> None:
         pass
 

@@ -40,6 +40,7 @@ from benchmarks.serving_model import WatchedRunner
 from benchmarks.serving_trace import LAWS
 from punica_jax.batch import Batch, Buckets
 from punica_jax.bench_model import PAGE_SIZE, SHAPES, BenchModel, make_config
+from punica_jax.engine import NUM_SPARE
 from punica_jax.pallas_kernels.shapes import Popularity
 from punica_jax.sizes import Sizes
 
@@ -74,13 +75,14 @@ def make_bench(args: argparse.Namespace) -> tuple[BenchModel, Sizes]:
         num_slots=max(args.slots, args.seats),
         max_rank=RANK,
         page_size=PAGE_SIZE,
+        num_spare=NUM_SPARE,
         max_step_rows=min(_MAX_STEP_ROWS, args.seats * args.max_len),
     )
     bench = BenchModel(
         config,
         max_rows=args.seats,
         max_context=args.max_len,
-        ranks=[RANK] * sizes.num_slots,
+        ranks=[RANK] * sizes.num_device_slots,
         num_seats=args.seats,
         make_runner=WatchedRunner,
     )

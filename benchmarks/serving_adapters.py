@@ -4,8 +4,7 @@ Knows names, slots and files; nothing of what is measured.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import numpy as np
 
 from punica_jax.adapters import AdapterTable
 from punica_jax.bench_model import BenchModel, num_rank_pages
+from punica_jax.engine import NUM_SPARE
 from punica_jax.models import (
     MODULE_GROUPS,
     EmptyBuffer,
@@ -33,7 +33,7 @@ _SCALE = 0.02
 
 
 class _There:
-    """An adapter on the device; see `scheduler.Resident`."""
+    """An adapter on the device; see `claims.Resident`."""
 
     ready, error = True, None
 
@@ -91,6 +91,10 @@ class AllThere:
         """Tell whether that is why the last claim got nothing: it always is."""
         return not self.is_here(name)
 
+    def share(self, resident: Any) -> Any:
+        resident.num_users += 1
+        return resident
+
     def release(self, resident: Any) -> None:
         resident.num_users -= 1
 
@@ -126,23 +130,6 @@ class LargestGroup(FirstComeFirstServed):
         return (sequence for name in order for sequence in groups[name])
 
 
-class Loaders(ThreadPoolExecutor):
-    """Threads that load adapters, as many as an `Engine` has."""
-
-    def __init__(self) -> None:
-        super().__init__(5)
-        self._tasks: list[Future[Any]] = []
-
-    @property
-    def are_busy(self) -> bool:
-        return not all(task.done() for task in self._tasks)
-
-    def submit(self, *arguments: Any, **options: Any) -> Future[Any]:
-        task = super().submit(*arguments, **options)
-        self._tasks = [one for one in self._tasks if not one.done()] + [task]
-        return task
-
-
 def write_adapters(folder: Path, config: LlamaConfig, dtype: Any, count: int) -> None:
     """Write random adapters `a0` and on, of rank 16 on all modules, as PEFT would."""
     for number in range(count):
@@ -168,19 +155,25 @@ def on_disk(
     bench: BenchModel,
     folder: Path,
     names: Iterable[str],
-    executor: Executor,
+    tasks: Tasks,
     *,
     num_slots: int,
     host_bytes: float,
-    wake: Callable[[], None],
     empty: EmptyBuffer = HostBuffer.empty,
 ) -> AdapterResidence:
-    """Return a residence that knows some adapters of a folder and has read none."""
+    """Return a residence that knows some adapters of a folder and has read none.
+
+    It has slots to spare as an `Engine` has, beside those that it is asked for.
+    """
+    num_slots += NUM_SPARE
     num_pages = num_slots * num_rank_pages(RANK)
     table = AdapterTable(num_slots, dict.fromkeys(MODULE_GROUPS, num_pages), RANK)
-    tasks = Tasks(executor, wake=wake)
     residence = AdapterResidence(
-        table, bench.runner.adapters, tasks, host_bytes=host_bytes
+        table,
+        bench.runner.adapters,
+        tasks,
+        host_bytes=host_bytes,
+        num_spare=NUM_SPARE,
     )
     for name in names:
         read = functools.partial(

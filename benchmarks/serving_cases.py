@@ -20,7 +20,6 @@ from benchmarks.adapter_copies import copies
 from benchmarks.serving_adapters import (
     AllThere,
     LargestGroup,
-    Loaders,
     OneAtATime,
     on_disk,
 )
@@ -39,6 +38,7 @@ from punica_jax.memory import host_adapter_bytes
 from punica_jax.models import EmptyBuffer
 from punica_jax.pallas_kernels.shapes import Popularity
 from punica_jax.sizes import Sizes
+from punica_jax.tasks import Tasks
 
 Record = dict[str, Any]
 _POLL_S = 0.01
@@ -145,39 +145,38 @@ class Cases:
         others = [f"a{count + number}" for number in range(beside)]
         names = [f"a{number}" for number in range(count)]
         every = [*others, *names]
-        with Loaders() as loaders:
-            awake: queue.SimpleQueue[None] = queue.SimpleQueue()
-            residence = on_disk(
-                self.bench,
-                folder,
-                every,
-                loaders,
-                num_slots=beside + 1,
-                host_bytes=math.inf,
-                wake=functools.partial(awake.put, None),
-                empty=self._empty,
-            )
-            for name in others:
-                residence.pin(name)
-            server = Server(self.bench, self.sizes, residence, awake=awake)
-            loads: list[tuple[Answer, float]] = []
+        awake: queue.SimpleQueue[None] = queue.SimpleQueue()
+        tasks = Tasks.threads(functools.partial(awake.put, None))
+        residence = on_disk(
+            self.bench,
+            folder,
+            every,
+            tasks,
+            num_slots=beside + 1,
+            host_bytes=math.inf,
+            empty=self._empty,
+        )
+        for name in others:
+            residence.pin(name)
+        server = Server(self.bench, self.sizes, residence, awake=awake)
+        loads: list[tuple[Answer, float]] = []
 
-            async def ask() -> None:
-                await _until(lambda: len(server.answers) >= beside)
-                for number, name in enumerate([*names, *names]):
-                    await _until(lambda: not loaders.are_busy)
-                    answer = await server.answer(
-                        Request(
-                            number=_COLD_NUMBER + number,
-                            prompt_len=1,
-                            num_new=1,
-                            adapter=name,
-                        )
+        async def ask() -> None:
+            await _until(lambda: len(server.answers) >= beside)
+            for number, name in enumerate([*names, *names]):
+                await _until(lambda: not tasks)
+                answer = await server.answer(
+                    Request(
+                        number=_COLD_NUMBER + number,
+                        prompt_len=1,
+                        num_new=1,
+                        adapter=name,
                     )
-                    await _until(lambda: not loaders.are_busy)
-                    loads.append((answer, time.monotonic()))
+                )
+                await _until(lambda: not tasks)
+                loads.append((answer, time.monotonic()))
 
-            asyncio.run(server.serve(self._decoding(others), beside, ask()))
+        asyncio.run(server.serve(self._decoding(others), beside, ask()))
         for tier in ("disk", "host"):
             found = [(one, end_s) for one, end_s in loads if one.tier == tier]
             times = [1e3 * (one.seated_s - one.asked_s) for one, _ in found]
@@ -209,20 +208,18 @@ class Cases:
             server = self._all_there(trace, AllThere(num_slots))
             steps, answers = self._steady(server, requests)
         else:
-            with Loaders() as loaders:
-                awake: queue.SimpleQueue[None] = queue.SimpleQueue()
-                residence = on_disk(
-                    self.bench,
-                    folder,
-                    [f"a{number}" for number in range(num_adapters)],
-                    loaders,
-                    num_slots=num_slots,
-                    host_bytes=host_adapter_bytes(None),
-                    wake=functools.partial(awake.put, None),
-                    empty=self._empty,
-                )
-                server = Server(self.bench, self.sizes, residence, awake=awake)
-                steps, answers = self._steady(server, requests)
+            awake: queue.SimpleQueue[None] = queue.SimpleQueue()
+            residence = on_disk(
+                self.bench,
+                folder,
+                [f"a{number}" for number in range(num_adapters)],
+                Tasks.threads(functools.partial(awake.put, None)),
+                num_slots=num_slots,
+                host_bytes=host_adapter_bytes(None),
+                empty=self._empty,
+            )
+            server = Server(self.bench, self.sizes, residence, awake=awake)
+            steps, answers = self._steady(server, requests)
         # The first ones began with what others had generated.
         new = [one for one in answers if one.request.number >= self._seats]
         record = {
@@ -251,10 +248,9 @@ class Cases:
             self.bench,
             Path(),  # nothing is read
             names,
-            Loaders(),
+            Tasks.threads(lambda: None),
             num_slots=1,
             host_bytes=0,
-            wake=lambda: None,
         )
         return Server(self.bench, self.sizes, residence, adapters=adapters, **options)
 

@@ -125,6 +125,10 @@ class AdapterTable(Mapping[str, LoadedAdapter]):
         """Say no: a loaded adapter has it."""
         return False
 
+    def share(self, resident: Any) -> Any:
+        """Return it: a loaded adapter stays until it is unloaded."""
+        return resident
+
     def release(self, resident: Any) -> None:
         """Do nothing: a loaded adapter stays until it is unloaded."""
 

@@ -13,7 +13,6 @@ import os
 import queue
 import weakref
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from types import MappingProxyType
 from typing import Any, Unpack
 
@@ -40,8 +39,7 @@ from punica_jax.tasks import Tasks
 from punica_jax.versions import Version
 
 _log = logging.getLogger(__name__)
-_NUM_READERS = _NUM_EXAMINERS = 2
-_NUM_SPARE = 1  # slots; one adapter is replaced at a time while all others are in use
+NUM_SPARE = 1  # slots; one adapter is replaced at a time while all others are in use
 _NUM_STAGED = MAX_STAGED + 1  # one is being written to its pages meanwhile
 
 
@@ -84,7 +82,7 @@ class Engine:
         """
         self.config = config = config or EngineConfig()
         base = self._base = BaseModel(
-            model, config, num_spare=_NUM_SPARE, num_staged=_NUM_STAGED
+            model, config, num_spare=NUM_SPARE, num_staged=_NUM_STAGED
         )
         self.tokenizer = base.tokenizer
         self.default_sampling = base.defaults.sampling
@@ -96,19 +94,14 @@ class Engine:
         if adapters or adapters_dir is not None:
             self._sources.empty = self._runner.adapters.lock(host_bytes)
         awake: queue.SimpleQueue[None] = queue.SimpleQueue()
-        tasks = Tasks(
-            ThreadPoolExecutor(_NUM_READERS, "punica-jax-adapters"),
-            copier=ThreadPoolExecutor(1, "punica-jax-copies"),
-            examiner=ThreadPoolExecutor(_NUM_EXAMINERS, "punica-jax-digests"),
-            wake=functools.partial(awake.put, None),
-        )
+        tasks = Tasks.threads(functools.partial(awake.put, None))
         self._table = base.table()
         self._residence = AdapterResidence(
             self._table,
             self._runner.adapters,
             tasks,
             host_bytes=host_bytes,
-            num_spare=_NUM_SPARE,
+            num_spare=NUM_SPARE,
         )
         self._loop = StepLoop(self._runner, base.sizes, self._residence, config.policy)
         # Nothing that its thread holds may hold the engine: who drops it ends it.
@@ -247,7 +240,7 @@ class Engine:
         source: AdapterSource,
         *,
         allow_nan: bool = False,
-        pin: bool = False,
+        pin: bool | None = None,
         **fields: Any,
     ) -> None:
         """Make an adapter known; it is read when a request wants it.
@@ -261,7 +254,7 @@ class Engine:
             module -> (`A [rank, d_in]`, `B [d_out, rank]`), as for `save_adapter`.
             They are kept, not copied.
           allow_nan: take weights that are not finite.
-          pin: bring it to the device now, or else when it is wanted; keep it there.
+          pin: keep it on the device, from when there is room; None is as before.
           **fields: with weights, those of `adapter_config.json`, such as `lora_alpha`.
 
         Raises:
@@ -278,7 +271,7 @@ class Engine:
         source: AdapterSource,
         *,
         allow_nan: bool = False,
-        pin: bool = False,
+        pin: bool | None = None,
         **fields: Any,
     ) -> None:
         """Register an adapter when it is there and good; see `register_adapter`.
@@ -310,6 +303,8 @@ class Engine:
 
     async def pin_adapter(self, name: str, is_pinned: bool = True) -> None:
         """Bring an adapter to the device and keep it there, or let it go again.
+
+        Does not wait for it: `stats` says where it is, and the log if it cannot come.
 
         Args:
           name: the adapter's.

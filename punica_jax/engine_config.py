@@ -34,8 +34,9 @@ class EngineConfig:
       host_adapter_memory: most host memory of adapters, in bytes or as a fraction of
         the machine's; None is a quarter of it. Up to four that are being read come on
         top of it, and arrays that were given to `register_adapter` are kept beside it.
-        On a GPU a half, at most 2 GiB, is page-locked from the start.
-      max_waiting: requests that may wait; more are refused.
+        On a GPU a half, at most 2 GiB, is page-locked from the start, if the engine is
+        made with adapters.
+      max_waiting: sequences (`n` of a request) that may wait; more are refused.
       policy: makes the queue of those that wait: `FirstComeFirstServed`,
         `LatencyTargets`, `FairShare`, or a function that returns one with arguments.
       implementation: see `pallas_kernels.resolve`.

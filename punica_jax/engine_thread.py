@@ -141,7 +141,7 @@ class EngineThread:
         read: Callable[[], HostAdapter],
         *,
         allow_nan: bool,
-        is_pinned: bool,
+        is_pinned: bool | None,
     ) -> None:
         """Bring an adapter to the device, and register it when it is found to be good.
 
@@ -176,6 +176,8 @@ class EngineThread:
             num_waiting=scheduler.num_waiting,
             num_running=len(scheduler.running),
             num_steps=self.loop.num_steps,
+            num_step_sequences=self.loop.num_step_sequences,
+            num_step_rows=self.loop.num_step_rows,
             num_preempted=scheduler.num_preempted,
             num_kv_pages=self.loop.pages.num_pages,
             num_free_kv_pages=self.loop.pages.num_free,
@@ -280,16 +282,14 @@ class EngineThread:
                 f"{self._max_waiting}, and {scheduler.num_free_seats} for free seats; "
                 "try again later or raise max_waiting"
             )
+        going = [sequence for sequence in request.sequences if not sequence.is_over]
+        self.loop.add(going)  # a policy of the user's may raise
         self._requests[request.name] = request
-        going = []
+        self._owners.update(dict.fromkeys(going, request))
+        self._stats(adapter).num_requests += len(going)
         for sequence in request.sequences:
             if sequence.is_over:  # it ended where it came from
                 request.end(sequence)
-            else:
-                self._owners[sequence] = request
-                going.append(sequence)
-        self._stats(adapter).num_requests += len(going)
-        self.loop.add(going)
 
     def end(self, request: EngineRequest, reason: FinishReason) -> None:
         """End a request's completions, as far as they go."""

@@ -47,6 +47,7 @@ class StepLoop:
 
     Attributes:
       num_steps: steps launched so far.
+      num_step_sequences, num_step_rows: of the newest one; 0 while there is none.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class StepLoop:
         self._adapters = adapters
         self._policy = policy
         self._buckets = Buckets(sizes.max_seats, sizes.max_rows)
-        self.num_steps = 0
+        self.num_steps = self.num_step_sequences = self.num_step_rows = 0
         self.reset()
 
     @property
@@ -177,6 +178,8 @@ class StepLoop:
         return scheduled
 
     def _run(self, scheduled: list[tuple[SequenceState, int]]) -> _Flight | None:
+        self.num_step_sequences = len(scheduled)
+        self.num_step_rows = sum(num_rows for _, num_rows in scheduled)
         if not scheduled:
             return None
         rows, num_prompt_rows = [], 0

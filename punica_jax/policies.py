@@ -25,6 +25,13 @@ class Policy(Protocol):
     @property
     def max_prompt_rows(self) -> float: ...
 
+    def key(self, sequence: SequenceState) -> Any:
+        """Return what sorts prompts that have seats, and the next one that waits.
+
+        The least gets rows first; of equal ones, who has a seat.
+        """
+        ...
+
     def add(self, sequence: SequenceState) -> None: ...
 
     def remove(self, sequence: SequenceState) -> None: ...
@@ -82,9 +89,9 @@ class FirstComeFirstServed:
 class LatencyTargets(FirstComeFirstServed):
     """Who must have its first token soonest goes first, and tokens come evenly.
 
-    A request's own target is `Terms.first_token_s`. Earliest deadline first: if any
-    order lets all be in time on one device, this one does. Higher priorities go first
-    whatever their targets.
+    A request's own target is `Terms.first_token_s`. The earliest deadline goes first,
+    before prompts that are computed already, too; one without a free seat waits for it.
+    Higher priorities go first whatever their targets.
 
     Prompts lengthen the steps of those that decode beside them. Where such a step takes
     longer than `token_s`, the prompts' rows in the next ones are halved; while it takes
@@ -151,6 +158,10 @@ class FairShare:
         self._served: dict[str, float] = {}
         self._clock = 0.0  # what tenants have whose counter is forgotten
         self._num_kept = 0  # counters, when some were forgotten last
+
+    def key(self, sequence: SequenceState) -> int:
+        """Sort by priority; a tenant's prompt that has a seat is not interrupted."""
+        return -sequence.terms.priority
 
     def add(self, sequence: SequenceState) -> None:
         """Let a sequence wait; see `Policy`."""

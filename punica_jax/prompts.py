@@ -85,6 +85,7 @@ class Prompts:
             tokens = self._encode(prompt_index, prompt)
             if adapter is not None:
                 self._check_adapter(adapter)
+            group = object() if params.n > 1 else None
             sequences += [
                 SequenceState(
                     index=len(sequences) + sample_index,
@@ -98,6 +99,7 @@ class Prompts:
                     page_size=self._page_size,
                     on_token=on_token,
                     terms=terms,
+                    group=group,
                 )
                 for sample_index in range(params.n)
             ]

@@ -15,15 +15,19 @@ from punica_jax.versions import HostAdapter, Version
 class AdapterRegistry(Mapping[str, Version]):
     """The adapters that requests may name.
 
-    A mapping of names to the versions that new requests get. A version that a name
-    stands for no longer is retired: it goes when nobody holds it.
+    A mapping of names to the versions that new requests get.
+
+    Attributes:
+      candidates: versions that nobody can claim yet.
+      retired: those that a name stands for no longer; each goes when nobody holds it.
+      pinned: those that are to be on the device, and to stay.
     """
 
     def __init__(self) -> None:
         self._current: dict[str, Version] = {}
-        self._candidates: dict[Version, None] = {}  # not adopted yet
-        self._retired: dict[Version, None] = {}
-        self._pinned: dict[Version, None] = {}  # to be on the device, and to stay
+        self.candidates: dict[Version, None] = {}
+        self.retired: dict[Version, None] = {}
+        self.pinned: dict[Version, None] = {}
         self._may_bring = False  # whether there may be room now for what is pinned
         self._numbers = itertools.count(1)
 
@@ -56,12 +60,13 @@ class AdapterRegistry(Mapping[str, Version]):
         read: Callable[[], HostAdapter],
         *,
         allow_nan: bool = False,
-        is_pinned: bool = False,
+        is_pinned: bool | None = None,
     ) -> Version:
         """Make an adapter known; it is read when somebody wants it.
 
         Where the name is known already, sequences that hold the old weights keep them,
-        and others get the new ones. `read` is called in another thread.
+        and others get the new ones. `read` is called in another thread. For `is_pinned`
+        see `adopt`.
         """
         version = self.prepare(name, read, allow_nan=allow_nan)
         self.adopt(version, is_pinned=is_pinned)
@@ -75,19 +80,26 @@ class AdapterRegistry(Mapping[str, Version]):
         key = f"{name} (version {next(self._numbers)})"
         stats = AdapterStats() if old is None else old.stats
         version = Version(name, key, read, stats, allow_nan=allow_nan)
-        self._candidates[version] = None
+        self.candidates[version] = None
         return version
 
     def want(self, version: Version) -> None:
         """Bring a version to the device when there is room, and keep it there."""
         version.forgive()
-        self._pinned[version] = None
+        self.pinned[version] = None
         self._may_bring = True
 
-    def adopt(self, version: Version, *, is_pinned: bool = False) -> None:
-        """Let requests from now on get a version that was prepared."""
-        del self._candidates[version]
+    def adopt(self, version: Version, *, is_pinned: bool | None = None) -> None:
+        """Let requests from now on get a version that was prepared.
+
+        Args:
+          version: it.
+          is_pinned: whether it stays on the device; None is as the one before it.
+        """
+        del self.candidates[version]
         old = self._current.get(version.name)
+        if is_pinned is None:
+            is_pinned = old in self.pinned
         self._current[version.name] = version
         self.pin(version.name, is_pinned)
         if old is not None:
@@ -95,8 +107,8 @@ class AdapterRegistry(Mapping[str, Version]):
 
     def discard(self, version: Version) -> None:
         """Let a version go that was prepared, unless it has been adopted."""
-        if version in self._candidates:
-            del self._candidates[version]
+        if version in self.candidates:
+            del self.candidates[version]
             self._retire(version)
 
     def unregister(self, name: str) -> Version:
@@ -122,13 +134,13 @@ class AdapterRegistry(Mapping[str, Version]):
         if is_pinned:
             self.want(version)
         else:
-            self._pinned.pop(version, None)
+            self.pinned.pop(version, None)
             self._may_bring = True
 
     def _retire(self, version: Version) -> None:
         """Let a version go as soon as nobody holds it."""
-        self._retired[version] = None
-        self._pinned.pop(version, None)
+        self.retired[version] = None
+        self.pinned.pop(version, None)
         self._settle(version)
 
     def _settle(self, version: Version) -> None:

@@ -6,22 +6,28 @@ to the device is given to it, and runs in other threads: steps go on meanwhile.
 
 import contextlib
 import functools
+import logging
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from punica_jax.adapters import AdapterTable
+from punica_jax.device_tier import DeviceTier
 from punica_jax.placements import AdapterCapacityError, Held
 from punica_jax.registry import AdapterRegistry
 from punica_jax.tasks import Tasks
 from punica_jax.versions import Device, HostAdapter, HostCache, Version, examine
 
+_log = logging.getLogger(__name__)
 # Files that are read at one time, and copies: those that wait longest come first.
 _MAX_READS = 4
 MAX_STAGED = 2
 # A flood of requests for an adapter that cannot be had is refused without a look at its
 # files; a request that comes later finds them mended.
 RETRY_S = 1.0
+# Others that come to the device while one that is to stay waits for room in vain: each
+# may take what has become free, and never leave enough.
+_MAX_OVERTAKES = 32
 
 
 class AdapterResidence(AdapterRegistry):
@@ -54,9 +60,8 @@ class AdapterResidence(AdapterRegistry):
         super().__init__()
         self._table = table
         self._device = device
-        self._num_spare = num_spare
         self._on_host = HostCache(host_bytes)
-        self._placed: dict[Version, None] = {}  # in the order of last use
+        self._placed = DeviceTier(table, self, num_spare)
         self._tasks = tasks
         self._takes = {
             "read": self._take_read,
@@ -64,6 +69,8 @@ class AdapterResidence(AdapterRegistry):
             "examine": self._take_examined,
         }
         self._renames: list[tuple[Any, Any]] = []
+        self._is_short = False  # whether one that is to stay waits for others' users
+        self._num_overtakes = 0
 
     @property
     def host_bytes(self) -> int:
@@ -95,7 +102,7 @@ class AdapterResidence(AdapterRegistry):
         if version.placement is None and not self._place(version):
             return None
         version.num_users += 1
-        self._placed[version] = self._placed.pop(version)  # the last one used
+        self._placed.touch(version)
         self._on_host.touch(version)
         return version
 
@@ -109,18 +116,25 @@ class AdapterResidence(AdapterRegistry):
         version = None if name is None else self._current.get(name)
         return version is not None and version.lacks_room
 
+    def share(self, resident: Any) -> Any:
+        """Hold once more what is held; see `claims.Adapters`."""
+        if isinstance(resident, Version):
+            assert resident.num_users > 0, resident.key
+            resident.num_users += 1
+        return resident
+
     def release(self, resident: Any) -> None:
-        """Let go of what was claimed."""
+        """Let go of what was claimed or shared."""
         if isinstance(resident, Version):
             assert resident.num_users > 0, resident.key
             resident.num_users -= 1
-            self._placed[resident] = self._placed.pop(resident)  # used until now
+            self._placed.touch(resident)
             self._settle(resident)
 
     def forgo(self, name: str) -> None:
         """Take note that nobody waits for an adapter; see `claims.Adapters`."""
         version = self._current.get(name)
-        if version and not version.placement and version not in self._pinned:
+        if version and not version.placement and version not in self.pinned:
             version.asked_s = None
 
     def poll(self) -> None:
@@ -129,8 +143,12 @@ class AdapterResidence(AdapterRegistry):
             error = task.exception()
             if error is None:
                 self._takes[kind](version, task.result())
-            elif kind != "examine":  # without a digest it shares no pages
+            elif kind != "examine":
                 self._fail(version, error)
+            else:
+                _log.warning(
+                    "%s has no digest, so no shared pages: %r", version.key, error
+                )
             self._settle(version)
             just_read = {version} if kind == "read" else set()
             self._on_host.trim(keep=self._tasks.versions | just_read)
@@ -140,7 +158,7 @@ class AdapterResidence(AdapterRegistry):
     def give_up(self, error: Callable[[], Exception]) -> None:
         """End all work, and let nobody wait for it; `error` makes each one's own."""
         self._tasks.shutdown()
-        for version in [*self._current.values(), *self._retired, *self._candidates]:
+        for version in [*self._current.values(), *self.retired, *self.candidates]:
             for done in (version.loaded, version.gone):
                 if not done.done():
                     done.set_exception(error())
@@ -153,11 +171,11 @@ class AdapterResidence(AdapterRegistry):
     def check_integrity(self) -> None:
         """Assert that what is where and who holds what fit together."""
         self._table.check_integrity()
-        versions = {*self._current.values(), *self._retired, *self._candidates}
-        assert not self._retired.keys() & set(self._current.values())
+        versions = {*self._current.values(), *self.retired, *self.candidates}
+        assert not self.retired.keys() & set(self._current.values())
         in_work = self._tasks.versions
-        assert {*self._on_host, *self._placed, *in_work, *self._pinned} <= versions
-        assert not self._retired.keys() & self._pinned.keys()
+        assert {*self._on_host, *self._placed, *in_work, *self.pinned} <= versions
+        assert not self.retired.keys() & self.pinned.keys()
         for version in in_work:
             is_read = version in self._tasks.of("read")
             assert (version.host is None) == is_read, version.key
@@ -167,7 +185,7 @@ class AdapterResidence(AdapterRegistry):
             assert (version.placement is not None) == (version in self._placed)
             assert (version.host is not None) == (version in self._on_host)
             assert version in self._placed or not (version.num_users or version.ready)
-        for version in self._retired:
+        for version in self.retired:
             assert version.num_users or version in in_work, version.key
         assert {one.key for one in self._placed if one.ready} == set(self._table)
 
@@ -177,26 +195,31 @@ class AdapterResidence(AdapterRegistry):
         Thousands may wait: once somebody lacks a slot, or room for so many pages, no
         other is tried, or read, that needs as much.
         """
-        self._may_bring = False
-        for version in filter(self._is_absent, list(self._candidates)):
+        self._may_bring = self._is_short = False
+        for version in filter(self._is_absent, list(self.candidates)):
             try:
-                if version in self._pinned:
+                if version in self.pinned:
                     self._place(version)
+                    self._is_short |= version.lacks_room
             except AdapterCapacityError as error:
                 if version.error is None:  # who loads it is told
                     self._fail(version, error)
         lacking: list[Mapping[str, int]] = []
-        for version in filter(self._is_absent, list(self._pinned)):
-            if version in self._candidates or version.num_pages in lacking:
+        for version in filter(self._is_absent, list(self.pinned)):
+            if version in self.candidates or version.num_pages in lacking:
                 continue
-            if self._idle_for(version, {}) is None:
+            if self._placed.idle_for(version, {}) is None:
+                self._is_short |= self._placed.fits_beside_pinned(version)
                 break  # no slot: nor is there one for those that follow
             with contextlib.suppress(AdapterCapacityError):  # until there are fewer
                 self._place(version, reads_ahead=False)
+                self._is_short |= version.lacks_room
             if self._is_absent(version):
                 if not version.lacks_room:
                     break  # enough are on their way: they come before
                 lacking.append(version.num_pages)
+        if not self._is_short:
+            self._num_overtakes = 0
 
     def _is_absent(self, version: Version) -> bool:
         """Tell whether a good version is neither on the device nor on its way."""
@@ -218,13 +241,17 @@ class AdapterResidence(AdapterRegistry):
             version.asked_s = time.monotonic()
         if self._tasks.is_moving(version):
             return False
+        is_to_stay = version in self.pinned
+        if not is_to_stay and self._num_overtakes >= _MAX_OVERTAKES:
+            version.lacks_room = True
+            return False
         num_pages = version.num_pages
         if version.host is None:
             # Who is examined keeps its weights: digests must not hold up files sooner.
             may_grow = self._on_host.may_grow(self._tasks.of("examine"))
             if len(self._tasks.of("read")) < _MAX_READS and may_grow:
                 can_come = reads_ahead and self._on_host.may_read(version)
-                if can_come or self._idle_for(version, num_pages) is not None:
+                if can_come or self._placed.idle_for(version, num_pages) is not None:
                     self._tasks.start(version, "read", version.read)
                 else:
                     version.lacks_room = True
@@ -237,67 +264,25 @@ class AdapterResidence(AdapterRegistry):
             raise AdapterCapacityError(text)
         if len(self._tasks.of("stage")) >= MAX_STAGED:
             return False
-        leaving = self._idle_for(version, num_pages)
+        leaving = self._placed.idle_for(version, num_pages)
         if leaving is None:
             self._on_host.touch(version)  # it would only be read again
             version.lacks_room = True
-            self._check_pins(version, num_pages)
+            if not self._placed.fits_beside_pinned(version):
+                raise AdapterCapacityError(
+                    f"adapter {version.name!r} does not fit beside the "
+                    f"{len(self._placed.pinned)} that are pinned; unpin one, or raise "
+                    "num_slots or adapter_memory"
+                )
             return False
         for one in leaving:
-            self._displace(one)
+            self._placed.remove(one)
             one.stats.num_evictions += 1
-        placed = self._table.allocate(version.key, num_pages, host.rank)
-        version.placement, self._placed[version] = placed, None
+        self._num_overtakes += self._is_short and not is_to_stay
+        placed = self._placed.add(version, host.rank)
         stage = functools.partial(self._device.stage, host, placed.slot, placed.pages)
         self._tasks.start(version, "stage", stage)
         return True
-
-    def _idle_for(
-        self, version: Version, num_pages: Mapping[str, int]
-    ) -> list[Version] | None:
-        """Return idle versions whose room would be enough; None if all are too few."""
-        leaving: list[Version] = []
-        idle = (one for one in self._placed if self._is_idle(one))
-        while not self._would_fit(version, num_pages, leaving):
-            one = next(idle, None)
-            if one is None:
-                return None
-            leaving.append(one)
-        return leaving
-
-    def _check_pins(self, version: Version, num_pages: Mapping[str, int]) -> None:
-        """Raise if those that are pinned leave no room, however long one waits."""
-        pinned = (self._pinned.keys() & self._placed.keys()) - self._candidates.keys()
-        others = [one for one in self._placed if one not in pinned]
-        if not self._would_fit(version, num_pages, others):
-            raise AdapterCapacityError(
-                f"adapter {version.name!r} does not fit beside the {len(pinned)} that "
-                "are pinned; unpin one, or raise num_slots or adapter_memory"
-            )
-
-    def _would_fit(
-        self, version: Version, num_pages: Mapping[str, int], leaving: list[Version]
-    ) -> bool:
-        placements = [one.placement for one in leaving if one.placement is not None]
-        num_spare = 0
-        if version not in self._candidates:
-            # What replaces and what is replaced are those that the spare ones are for.
-            both = (*self._candidates, *self._retired)
-            num_spare = self._num_spare - sum(one in self._placed for one in both)
-        return self._table.would_fit(num_pages, placements, num_spare=max(num_spare, 0))
-
-    def _is_idle(self, version: Version) -> bool:
-        return version.ready and not version.num_users and version not in self._pinned
-
-    def _displace(self, version: Version) -> None:
-        """Take a version off the device; no row of a step in flight names it."""
-        assert version.placement is not None and not version.num_users
-        if version.ready:
-            self._table.free(version.key)
-        else:
-            self._table.cancel(version.placement)
-        version.placement, version.ready = None, False
-        del self._placed[version]
 
     def _take_read(self, version: Version, host: HostAdapter) -> None:
         version.stats.num_reads += 1
@@ -336,6 +321,7 @@ class AdapterResidence(AdapterRegistry):
         version.is_transient = not isinstance(error, AdapterCapacityError)
         if not isinstance(error, ValueError):
             error = ValueError(f"adapter {version.name!r} cannot be loaded: {error}")
+        _log.warning("%s", error)  # one that is pinned may be nobody's request
         version.error, version.failed_s = error, time.monotonic()
         version.asked_s = None
         if not version.loaded.done():
@@ -345,15 +331,15 @@ class AdapterResidence(AdapterRegistry):
     def _settle(self, version: Version) -> None:
         """Free what a version has that is retired or bad, once nobody needs it."""
         self._may_bring = True
-        is_retired = version in self._retired
+        is_retired = version in self.retired
         if version.num_users or self._tasks.is_moving(version):
             return
         if is_retired or version.error is not None:
             if version.placement is not None:
-                self._displace(version)
+                self._placed.remove(version)
             if version in self._tasks.of("examine"):  # its digest is computed
                 return
             self._on_host.drop(version)
         if is_retired:
-            del self._retired[version]
+            del self.retired[version]
             version.gone.set_result(None)

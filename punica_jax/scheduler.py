@@ -5,9 +5,9 @@ of devices or of what a step computes.
 """
 
 import collections
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 
-from punica_jax.claims import Adapters, Resident
+from punica_jax.claims import Adapters, Claims, Resident
 from punica_jax.pages import KvPages
 from punica_jax.policies import Policy
 from punica_jax.sequence import SequenceState
@@ -61,7 +61,7 @@ class Scheduler:
         assert max_seats <= max_rows
         self._pages = pages
         self._num_spare = int(_SPARE_SHARE * pages.num_pages)
-        self._adapters = adapters
+        self._claims = Claims(adapters)
         self._policy = policy
         self._max_overtakes = 4 * max_seats if max_overtakes is None else max_overtakes
         self.max_seats = max_seats
@@ -72,9 +72,7 @@ class Scheduler:
         self.refused: list[SequenceState] = []
         self._sequences: dict[SequenceState, None] = {}
         self._num_arrived = 0
-        self._claims: dict[SequenceState, Resident] = {}
         self._overtaken: dict[SequenceState, int] = {}
-        self._num_naming: collections.Counter[str] = collections.Counter()
 
     @property
     def num_waiting(self) -> int:
@@ -95,14 +93,21 @@ class Scheduler:
         return list(self._sequences)
 
     def add(self, sequences: Iterable[SequenceState]) -> None:
-        """Let sequences wait for a seat."""
-        for sequence in sequences:
-            sequence.arrival = self._num_arrived
-            self._num_arrived += 1
+        """Let sequences wait for a seat: all of them, or none if the policy raises."""
+        added: list[SequenceState] = []
+        try:
+            for sequence in sequences:
+                sequence.arrival = self._num_arrived
+                self._num_arrived += 1
+                self._policy.add(sequence)
+                added.append(sequence)
+        except BaseException:
+            for sequence in added:
+                self._policy.remove(sequence)
+            raise
+        for sequence in added:
             self._sequences[sequence] = None
-            self._policy.add(sequence)
-            if sequence.adapter is not None:
-                self._num_naming[sequence.adapter] += 1
+            self._claims.add(sequence)
 
     def schedule(self, *, may_preempt: bool) -> list[tuple[SequenceState, int]] | None:
         """Choose the rows of the next step, and seat who can sit.
@@ -128,11 +133,7 @@ class Scheduler:
         if scheduled:
             budget = int(min(budget, self._policy.max_prompt_rows))
         prompts = [s for s in self.running if s not in scheduled and s.num_left > 1]
-        for sequence in prompts:
-            if budget:
-                scheduled[sequence] = min(sequence.num_left, budget)
-                budget -= scheduled[sequence]
-        self._admit(scheduled, budget, prompts)
+        self._admit(scheduled, budget, sorted(prompts, key=self._policy.key))
         self._policy.charge(scheduled)
         return list(scheduled.items())
 
@@ -152,14 +153,9 @@ class Scheduler:
             self._leave_seat(sequence)
         else:
             self._policy.remove(sequence)
-        self._let_go(sequence)
+        self._claims.remove(sequence)
         self._overtaken.pop(sequence, None)
         del self._sequences[sequence]
-        if (name := sequence.adapter) is not None:
-            self._num_naming[name] -= 1
-            if not self._num_naming[name]:
-                del self._num_naming[name]
-                self._adapters.forgo(name)
 
     def check_integrity(self) -> None:
         """Assert that every seat, page and claim has exactly the users it should."""
@@ -171,16 +167,13 @@ class Scheduler:
         seats = [sequence.seat for sequence in self.running]
         assert sorted([*seats, *self._free_seats]) == list(range(self.max_seats))
         assert all(s.seat < 0 and not s.pages for s in waiting)
-        assert self._claims.keys() <= self._sequences.keys()
-        assert all(sequence in self._claims for sequence in self.running)
+        self._claims.check_integrity(self._sequences, self.running)
         assert self._overtaken.keys() <= set(waiting)
         users = [page for sequence in self.running for page in sequence.pages]
         assert self._pages.num_uses == len(users)
         for sequence in self._sequences:
             num_full = len(sequence.tokens) // self._pages.page_size
             assert len(sequence.page_digests) == num_full
-        names = (sequence.adapter for sequence in self._sequences)
-        assert self._num_naming == collections.Counter(filter(None, names))
 
     def _make_room(
         self,
@@ -219,20 +212,18 @@ class Scheduler:
         self._free_seats.append(sequence.seat)
         self._pages.free(sequence.pages)
 
-    def _let_go(self, sequence: SequenceState) -> None:
-        if (resident := self._claims.pop(sequence, None)) is not None:
-            self._adapters.release(resident)
-
     def _admit(
         self,
         scheduled: dict[SequenceState, int],
         budget: int,
-        prompts: Iterable[SequenceState],
+        prompts: Sequence[SequenceState],
     ) -> None:
         """Seat those that can sit; claim adapters for those that can sit soon.
 
-        `prompts` have seats, and pages to fill that others may share.
+        `prompts` have seats, and pages to fill that others may share; each gets rows
+        before those that the policy puts behind it.
         """
+        begun = collections.deque(prompts)
         seated: list[SequenceState] = []
         short: SequenceState | None = None  # the first one whose adapter lacks room
         is_closed = False
@@ -250,21 +241,26 @@ class Scheduler:
                 continue  # mostly: it has its adapter, and waits for a seat
             if sequence.is_over:
                 continue  # whoever ended it releases it; it may have lost its seat
-            if is_closed and sequence.adapter is not None and sequence.weights is None:
-                self._let_go(sequence)
+            if is_closed and sequence.adapter and not self._claims.has_begun(sequence):
+                self._claims.let_go(sequence)
                 continue
             # Adapters are brought for the first in the queue, and in its order.
             may_bring = short is None and num_seen < self.max_seats
-            resident = self._claim(sequence, may_bring)
+            resident = self._claims.claim(sequence, may_bring)
             if sequence.is_over:
                 self.refused.append(sequence)
             elif resident is None:
-                if may_bring and self._adapters.lacks_room(sequence.adapter):
+                if may_bring and self._claims.lacks_room(sequence):
                     short = sequence
                     # From here on only those sit that need no adapter or had a seat
                     # before: when these are through, every adapter can make room.
                     is_closed = self._overtaken.get(short, 0) >= self._max_overtakes
             elif resident.ready and may_sit:
+                place = self._policy.key(sequence)
+                while begun and self._policy.key(begun[0]) <= place:
+                    budget -= _give_rows(begun.popleft(), scheduled, budget)
+                if not budget:
+                    continue
                 num_left -= 1
                 digests, weights = sequence.page_digests, resident.weights
                 most = self._num_sharable(sequence)
@@ -275,14 +271,15 @@ class Scheduler:
                     break
                 seated.append(sequence)
                 self._note_coming(sequence, coming)
-                scheduled[sequence] = min(sequence.num_left, budget)
-                budget -= scheduled[sequence]
+                budget -= _give_rows(sequence, scheduled, budget)
                 if short is not None:
                     self._overtaken[short] = self._overtaken.get(short, 0) + 1
         # Not while the policy was walked.
         for sequence in seated:
             self._policy.remove(sequence)
             self._overtaken.pop(sequence, None)
+        for sequence in begun:
+            budget -= _give_rows(sequence, scheduled, budget)
 
     def _seat(
         self, sequence: SequenceState, resident: Resident, num_shared: int
@@ -302,21 +299,8 @@ class Scheduler:
             weights=weights,
         )
         self.running.append(sequence)
+        self._claims.begin(sequence)
         return True
-
-    def _claim(self, sequence: SequenceState, may_bring: bool) -> Resident | None:
-        """Return what a sequence holds, claiming it if it is here or may be brought."""
-        resident = self._claims.get(sequence)
-        if resident is None and (may_bring or self._adapters.is_here(sequence.adapter)):
-            try:
-                resident = self._adapters.claim(sequence.adapter)
-            except ValueError as error:
-                sequence.fail(error)
-            if resident is not None:
-                self._claims[sequence] = resident
-        if resident is not None and resident.error is not None:
-            sequence.fail(resident.error)
-        return resident
 
     def _num_sharable(self, sequence: SequenceState) -> int:
         """Return how many pages a sequence need not compute itself."""
@@ -332,6 +316,16 @@ class Scheduler:
         num_full = sequence.num_known_cached // self._pages.page_size
         further = sequence.page_digests[num_full:]
         coming[sequence.weights].update(further)
+
+
+def _give_rows(
+    sequence: SequenceState, scheduled: dict[SequenceState, int], budget: int
+) -> int:
+    """Give a prompt the rows that it needs, as far as there are; returns how many."""
+    rows = min(sequence.num_left, budget)
+    if rows:
+        scheduled[sequence] = rows
+    return rows
 
 
 def _dispensability(sequence: SequenceState) -> tuple[int, int]:

@@ -32,7 +32,7 @@ class SequenceState:
     """A prompt and what it has become.
 
     Its tokens are those that the host knows, and up to two more that steps in flight
-    will give: a step is launched before the one before it has been read.
+    will give.
 
     Attributes:
       adapter: the name of its adapter, None for the base model.
@@ -47,6 +47,7 @@ class SequenceState:
       num_published: its full pages that others can find.
       page_digests: stand for its full pages, as far as their tokens are known.
       weights: what reads its tokens: the version of its adapter, from its first seat.
+      group: the samples of its prompt, which have the same weights; None if alone.
       num_prompt: tokens of the prompt.
       max_len: most tokens that it can have, prompt and output.
       arrival: its number among all that came; set by whom it waits at.
@@ -65,10 +66,10 @@ class SequenceState:
     __slots__ = tuple(
         "_adapter_digest _eos _logprobs _num_pending _page_size _prompt_index "
         "_prompt_logprobs _sample_index _slot _stop_reason _tokens _transcript adapter "
-        "arrival arrived_s draws error finish_reason first_token_s has_drawn max_len "
-        "newest_token_s num_cached num_in_flight num_prompt num_published num_replayed "
-        "page_digests pages sampling seat seated_s seed stop_ids terms weights "
-        "__weakref__".split()
+        "arrival arrived_s draws error finish_reason first_token_s group has_drawn "
+        "max_len newest_token_s num_cached num_in_flight num_prompt num_published "
+        "num_replayed page_digests pages sampling seat seated_s seed stop_ids terms "
+        "weights __weakref__".split()
     )
 
     def __init__(
@@ -85,8 +86,9 @@ class SequenceState:
         page_size: int,
         on_token: TokenCallback | None,
         terms: Terms = DEFAULT_TERMS,
+        group: Hashable = None,
     ):
-        self.adapter = adapter
+        self.adapter, self.group = adapter, group
         self.finish_reason: FinishReason | None = None
         self.error: Exception | None = None
         self.seat = self.arrival = self._slot = -1

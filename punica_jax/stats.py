@@ -113,6 +113,8 @@ class EngineStats:
       num_waiting: sequences without a seat.
       num_running: sequences with one.
       num_steps: steps launched so far.
+      num_step_sequences: those that have rows in the newest step, the batch.
+      num_step_rows: its rows, those of prompts included.
       num_preempted: times that a sequence had to give up its seat.
       num_kv_pages: KV pages.
       num_free_kv_pages: those that no sequence uses; some hold prefixes still.
@@ -131,6 +133,8 @@ class EngineStats:
     num_waiting: int
     num_running: int
     num_steps: int
+    num_step_sequences: int
+    num_step_rows: int
     num_preempted: int
     num_kv_pages: int
     num_free_kv_pages: int

@@ -7,12 +7,14 @@ it, is `residence`.
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, KeysView
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Any, Literal, TypeAlias
 
 from punica_jax.versions import Version
 
 Kind: TypeAlias = Literal["read", "stage", "examine"]
+
+_NUM_READERS = _NUM_EXAMINERS = 2
 
 
 class Tasks:
@@ -43,6 +45,20 @@ class Tasks:
         self._futures: dict[Kind, dict[Version, Future[Any]]]
         self._futures = {kind: {} for kind in self._executors}
         self._done: deque[tuple[Version, Kind]] = deque()  # as they end, in any thread
+
+    @classmethod
+    def threads(cls, wake: Callable[[], None]) -> "Tasks":
+        """Begin with none, and with threads for each kind, as an engine has them.
+
+        Args:
+          wake: called, in any thread, when there is something to take.
+        """
+        return cls(
+            ThreadPoolExecutor(_NUM_READERS, "punica-jax-adapters"),
+            copier=ThreadPoolExecutor(1, "punica-jax-copies"),
+            examiner=ThreadPoolExecutor(_NUM_EXAMINERS, "punica-jax-digests"),
+            wake=wake,
+        )
 
     def __len__(self) -> int:
         return sum(map(len, self._futures.values()))

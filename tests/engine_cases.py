@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+import jax
 import pytest
 
 import punica_jax as pj
@@ -64,6 +65,15 @@ def quick() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def own_programs() -> Iterator[None]:
+    """Let those that are made inside have none of the programs compiled before."""
+    jax.clear_caches()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(QuickRunner, "_first", None)
+        yield
+
+
 def files(folder: pytest.TempPathFactory) -> Path:
     """Return a folder with `model` and `adapters`, written by who comes first."""
     root = folder.getbasetemp() / "engine"
@@ -93,9 +103,10 @@ def make_engine(root: Path, **changed: Any) -> pj.Engine:
 class Alone:
     """What requests get that have an LLM for themselves, which knows no prefix."""
 
-    def __init__(self, root: Path):
+    def __init__(self, root: Path, **changed: Any):
         self._root = root
-        sizes = {key: value for key, value in CONFIG.items() if key != "max_step_rows"}
+        sizes = CONFIG | changed
+        del sizes["max_step_rows"]
         with quick(), pytest.MonkeyPatch.context() as patch:
             # As many slots as the engine has with its spare one.
             init = functools.partialmethod(base_model.BaseModel.__init__, num_spare=1)
@@ -270,7 +281,7 @@ def check_idle(engine: pj.Engine) -> None:
     def is_idle() -> bool:
         loop.scheduler.check_integrity()
         residence.check_integrity()
-        leaving = residence._retired or residence._candidates
+        leaving = residence.retired or residence.candidates
         return not (thread._requests or thread._owners or loop.busy or leaving)
 
     async def wait() -> None:

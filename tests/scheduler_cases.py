@@ -75,6 +75,7 @@ def make_sequence(
     ignore_eos: bool = True,
     prompt_logprobs: int | None = None,
     page_size: int = 2,
+    group: Hashable = None,
     **terms: Any,
 ) -> SequenceState:
     return SequenceState(
@@ -93,6 +94,7 @@ def make_sequence(
         page_size=page_size,
         on_token=None,
         terms=Terms(**terms),
+        group=group,
     )
 
 
@@ -203,6 +205,12 @@ class FakeAdapters:
 
     def forgo(self, name: str) -> None:
         self.forgone.append(name)
+
+    def share(self, resident: Any) -> Any:
+        assert resident.num_users > 0
+        resident.num_users += 1
+        self.num_claims += 1
+        return resident
 
     def release(self, resident: Any) -> None:
         assert resident.num_users > 0

@@ -4,6 +4,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -59,6 +60,21 @@ def test_launches_overlap_where_shrinks_are_launches_of_their_own():
     overlaps = functools.partial(Runner.overlaps, cast(Any, None))
     found = [bucket.name for bucket in Buckets(256, 2048) if overlaps(bucket)]
     assert found == ["decode[64]", "decode[256]"]
+
+
+@pytest.mark.parametrize("logprobs", [False, True])
+@pytest.mark.parametrize("draws", [False, True])
+def test_a_step_takes_over_its_state_and_gives_one_array(llm, draws, logprobs):
+    runner, bucket = llm._loop._runner, next(iter(llm._loop._buckets))
+    batch = Batch.of([], bucket, llm._loop._sizes.pages_per_seq)
+    rows = np.full((2, bucket.seqs), -1, np.int32) if draws else None
+    state = [*jax.tree.leaves(runner._cache), runner._newest]
+    if draws:
+        state.append(runner._counts)
+    launched = runner.launch(batch, Wanted(rows=rows, logprobs=logprobs))
+    assert all(array.is_deleted() for array in state)
+    assert len(jax.tree.leaves(launched)) == 1
+    assert (runner.collect(launched).logprobs is not None) == logprobs
 
 
 def test_layout():

@@ -618,6 +618,7 @@ def test_what_has_been_served_is_counted(root):
                 await pause.reached()
                 now = engine.stats()
                 assert (now.num_running, now.num_waiting) == (1, 0)
+                assert (now.num_step_sequences, now.num_step_rows) == (1, 1)
                 assert now.num_free_kv_pages == NUM_KV_PAGES - 1
                 engine.cancel("it")
                 pause.go()
@@ -628,6 +629,7 @@ def test_what_has_been_served_is_counted(root):
         run(until(lambda: not engine._residence._tasks))
         stats = engine.stats()
         assert stats.num_steps > 0 and stats.num_preempted == 0
+        assert (stats.num_step_sequences, stats.num_step_rows) == (0, 0)
         assert (stats.num_slots, stats.num_on_device, stats.num_adapters) == (3, 3, 7)
         tiers = ["host", *["device"] * 3, *["disk"] * 3]
         assert stats.tiers == dict(zip("abcdefg", tiers, strict=True))

@@ -381,6 +381,24 @@ def test_who_runs_keeps_the_old_weights(engine, root, alone, how):
     check_idle(engine)
 
 
+def test_samples_that_sit_later_have_the_weights_of_the_first(engine, root, alone):
+    load(engine, "name", root / "adapters" / "a")
+    sampling = dataclasses.replace(LONG, n=7, temperature=1.0, seed=5)
+
+    async def main():
+        with Pause(engine, has_tokens(engine, 2)) as pause:
+            request = engine.generate("hello", "name", sampling)
+            answers = asyncio.create_task(completions(request))
+            await pause.reached()
+            engine.register_adapter("name", root / "adapters" / "b")
+            pause.go()
+            return await answers
+
+    got = [one.token_ids for one in run(main())]
+    assert got == alone.tokens("hello", "a", sampling)
+    check_idle(engine)
+
+
 @pytest.fixture
 def computed(engine, monkeypatch):
     """The number of rows of every step."""
@@ -736,6 +754,7 @@ def test_pinned_ones_stay_on_the_device(engine, root):
     run(until(lambda: engine.stats().tiers["a"] == "device"))
     engine.register_adapter("pinned", root / "adapters" / "b", pin=True)
     run(until(lambda: engine.stats().tiers.get("pinned") == "device"))
+    load(engine, "pinned", root / "adapters" / "c")  # in place: it stays pinned
     for name in "cdef":
         ask(engine, "hello", name, GREEDY)
     tiers = engine.stats().tiers

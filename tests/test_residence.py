@@ -710,6 +710,51 @@ def test_what_cannot_be_copied(place: Setting):
     assert place.use("x") is version and version.error is None
 
 
+@pytest.mark.parametrize("kind", ["candidate", "pinned"])
+def test_one_that_is_to_stay_gets_its_room_while_others_come_and_go(kind: str):
+    place = Setting(host_bytes=1000, num_slots=3, num_spare=1)
+    residence = place.residence
+    for number in range(6):
+        place.add(f"a{number}", FakeHost(f"a{number}", (2, 0)))
+        place.use(f"a{number}")  # it is in host memory from now on
+    names = itertools.cycle(residence.snapshot())
+    held = [place.hold(next(names)) for _ in range(3)]
+    large = FakeHost("large", (4, 0))
+    if kind == "pinned":
+        version = place.add("large", large, is_pinned=True)
+    else:
+        version = residence.prepare("large", lambda: large)
+        residence.want(version)
+    place.settle()
+    turns, waiting = 0, next(names)
+    while not version.ready:
+        turns += 1
+        assert turns < 200
+        if held:
+            residence.release(held.pop(0))
+        one: Any = residence.claim(waiting)
+        place.settle()
+        if one is not None:
+            held.append(one)
+            waiting = next(names)
+        residence.check_integrity()
+    assert turns > 30  # others are not kept waiting at once
+    for one in held:
+        residence.release(one)
+    place.use(waiting)  # nor for ever
+    place.use(next(names))
+
+
+def test_what_never_fits_beside_the_pinned_keeps_nobody_waiting():
+    place = Setting(host_bytes=1000, num_slots=4)
+    place.add("p", FakeHost("p", (4, 0)), is_pinned=True)
+    place.settle()
+    place.add("q", FakeHost("q", (4, 0)), is_pinned=True)
+    for number in range(100):
+        place.add(f"a{number}", FakeHost(f"a{number}", (2, 0)))
+        place.use(f"a{number}")
+
+
 @pytest.mark.parametrize(
     ("host", "text"),
     [
@@ -857,6 +902,7 @@ def test_an_end_leaves_nobody_waiting(place: Setting):
 
 NAMES = st.sampled_from("abcde")
 CONTENTS = st.sampled_from(["red", "green", "blue"])
+MAY_BE = st.sampled_from([None, False, True])
 FAILURES = st.sampled_from([ValueError("broken"), OSError("gone"), None, None, None])
 
 
@@ -906,7 +952,7 @@ class AnySequence(RuleBasedStateMachine):
 
         return read
 
-    @rule(name=NAMES, data=st.data(), is_pinned=st.booleans(), nan=st.booleans())
+    @rule(name=NAMES, data=st.data(), is_pinned=MAY_BE, nan=st.booleans())
     def register(self, name, data, is_pinned, nan):
         is_pinned = is_pinned and len(self.pinned) < NUM_SLOTS - 1
         version = self.residence.register(
@@ -914,7 +960,9 @@ class AnySequence(RuleBasedStateMachine):
         )
         self.replace(name, version, is_pinned)
 
-    def replace(self, name: str, version: Version, is_pinned: bool) -> None:
+    def replace(self, name: str, version: Version, is_pinned: bool | None) -> None:
+        if is_pinned is None:
+            is_pinned = name in self.pinned
         if name in self.current:
             self.left.append(self.current[name])
         self.current[name] = version
@@ -952,7 +1000,7 @@ class AnySequence(RuleBasedStateMachine):
                 self.residence.want(version)
 
     @precondition(lambda self: self.candidates)
-    @rule(data=st.data(), is_pinned=st.booleans())
+    @rule(data=st.data(), is_pinned=MAY_BE)
     def adopt(self, data, is_pinned):
         version = data.draw(st.sampled_from(self.candidates))
         self.candidates.remove(version)

@@ -97,6 +97,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     )
     def arrive(self, beginning, num_shared, rest, adapter, num_new, count, **how):
         prompt = [*beginning[:num_shared], *rest][: self.max_len - 1]
+        group = object() if count > 1 else None
         new = [
             make_sequence(
                 prompt,
@@ -104,6 +105,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 num_new,
                 max_len=self.max_len,
                 page_size=self.simulation.pages.page_size,
+                group=group,
                 **how,
             )
             for _ in range(count)
@@ -152,7 +154,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         self.simulation.run()
         self.simulation.check_idle()
+        of_group = {s.group: s.weights for s in self.sequences if s.weights is not None}
         for sequence in self.sequences:
+            if sequence.group is not None and sequence.weights is not None:
+                assert sequence.weights == of_group[sequence.group]
             self.simulation.check_tokens(sequence)
             reason = sequence.finish_reason
             if sequence in self.cancelled:
@@ -217,6 +222,50 @@ class TestRows:
         simulation.step()
         assert rows_of(simulation) == dict.fromkeys([*decoding, long, short], 1)
         simulation.run()
+
+    @pytest.mark.parametrize(
+        ("policy", "how"),
+        [
+            (LatencyTargets, {"first_token_s": 1e-6}),
+            (LatencyTargets, {"priority": 1}),
+            (FirstComeFirstServed, {"priority": 1}),
+            (FairShare, {"priority": 1}),
+        ],
+    )
+    def test_who_goes_first_does_so_before_prompts_that_have_begun(self, policy, how):
+        adapters = FakeAdapters("a", 1, read_steps=3)
+        simulation = Simulation(
+            num_pages=100, max_seats=4, max_rows=8, policy=policy, adapters=adapters
+        )
+        long = make_sequence([1] * 99, first_token_s=1e9)
+        simulation.add(long)
+        simulation.step()
+        hurried = make_sequence([2] * 10, "a", **how)
+        simulation.add(hurried, make_sequence([3] * 9, first_token_s=2e9))
+        for _ in range(3):
+            simulation.step()
+            # Its adapter is not there: neither is it waited for, nor is `long` passed.
+            assert rows_of(simulation) == {long: 8}
+        rows = []
+        for _ in range(3):
+            simulation.step()
+            rows.append(rows_of(simulation))
+        assert rows == [{hurried: 8}, {hurried: 2, long: 6}, {hurried: 1, long: 7}]
+        simulation.run()
+        simulation.check_idle()
+
+    def test_who_came_later_waits_for_prompts_that_have_begun(self):
+        for policy in POLICIES:
+            simulation = Simulation(max_seats=4, max_rows=8, policy=policy)
+            first, second = make_sequence([1] * 20), make_sequence([2] * 4)
+            simulation.add(first)
+            simulation.step()
+            simulation.add(second)
+            simulation.step()
+            assert rows_of(simulation) == {first: 8}
+            simulation.step()
+            assert rows_of(simulation) == {first: 4, second: 4}
+            simulation.run()
 
     def test_a_prompt_is_cut_where_the_rows_end(self):
         simulation = Simulation(max_seats=2, max_rows=16)
@@ -506,6 +555,38 @@ class TestSharing:
         simulation.check_idle()
         assert second.new_tokens == answer([2, 2], weights, 6, ignore_eos=True)
 
+    def test_samples_of_a_prompt_have_the_weights_of_the_first(self):
+        adapters = FakeAdapters("az", 1)
+        simulation = Simulation(max_seats=2, adapters=adapters, max_overtakes=0)
+        group = object()
+        samples = [make_sequence([1, 1], "a", 3, group=group) for _ in range(5)]
+        other = make_sequence([1, 1], "a", 3)
+        weights = adapters.weights_of("a")
+        simulation.add(*samples[:4], make_sequence([2], "z", 1), samples[4], other)
+        simulation.step()
+        adapters.replace("a")
+        simulation.cancel(samples[1])
+        while not all(sample.is_over for sample in samples[:2]):
+            simulation.step()
+        # Of those that sat nobody is left, and `z` waits for the slot that they hold.
+        simulation.run()
+        simulation.check_idle()
+        assert {sample.weights for sample in samples} == {weights}
+        assert samples[-1].new_tokens == answer([1, 1], weights, 3, ignore_eos=True)
+        assert other.weights == adapters.weights_of("a") != weights
+
+    def test_samples_that_never_sat_hold_nothing(self):
+        adapters = FakeAdapters("ab", 1)
+        simulation = Simulation(max_seats=1, adapters=adapters)
+        first = make_sequence([1, 1], "a", 3)
+        samples = [make_sequence([1, 2], "b", 3, group=0) for _ in range(2)]
+        simulation.add(first, *samples)
+        simulation.step()
+        for sample in samples:
+            simulation.cancel(sample)
+        simulation.run()
+        simulation.check_idle()
+
     def test_prompt_logprobs_need_every_row(self):
         simulation = Simulation(page_size=2, max_rows=32)
         prompt = [1, 2, 3, 4, 5]
@@ -748,6 +829,22 @@ SIZES = Sizes(
 def make_loop(adapters):
     runner: Any = FakeRunner(SIZES.page_size, adapters)
     return StepLoop(runner, SIZES, adapters)
+
+
+def test_a_policy_that_raises_lets_none_of_a_request_wait():
+    class ByQuota(FirstComeFirstServed):
+        def key(self, sequence):
+            return {"known": 0}[sequence.terms.tenant], sequence.arrival
+
+    simulation = Simulation(policy=ByQuota)
+    known, unknown = (make_sequence([1], tenant=name) for name in ("known", "unknown"))
+    with pytest.raises(KeyError, match="unknown"):
+        simulation.scheduler.add([known, unknown])
+    simulation.scheduler.check_integrity()
+    assert not simulation.scheduler.num_waiting
+    simulation.add(make_sequence([1], tenant="known"))
+    simulation.run()
+    simulation.check_idle()
 
 
 def test_deadlines_are_looked_at_one_by_one(monkeypatch):

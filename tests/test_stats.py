@@ -64,6 +64,7 @@ def test_plain_values_that_can_be_copied():
             *("num_waiting", "num_running", "num_steps", "num_preempted"),
             *("num_kv_pages", "num_free_kv_pages", "num_slots", "num_on_device"),
             *("num_adapters", "host_adapter_bytes"),
+            *("num_step_sequences", "num_step_rows"),
         ),
         0,
     )

@@ -4,9 +4,10 @@
         [--only op] [--out results/FILE.jsonl]
 
 Rows spread evenly over the adapters while these are fewer than the rows; beyond, each
-row uses another one, drawn anew for every call among all that are loaded. First one
-product, then the whole decode step, with slots for the largest count throughout: the
-number in use is data and recompiles nothing. 1000 adapters of a 7B model take 80 GB.
+row uses another one, drawn anew for every step among all that are loaded. First one
+product, of as many adapters as there are rows for, then the whole decode step, with
+slots for the largest count throughout: the number in use is data and recompiles
+nothing. 1000 adapters of a 7B model take 80 GB.
 """
 
 import argparse
@@ -23,7 +24,7 @@ from benchmarks.provenance import Log
 from punica_jax.bench_model import BenchModel
 
 COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1000)
-_NUM_CALLS = 32
+_NUM_PAGES = 1024
 _CONTEXT = 512
 _RANK = 16
 
@@ -35,23 +36,19 @@ def draw(count: int, rows: int, rng: np.random.Generator) -> np.ndarray:
 
 
 def run_op(args: argparse.Namespace, log: Log, table: Table) -> None:
-    """Time one product for each count."""
-    pages = max(*args.counts, 1024)
-    product = Product.random(num_pages=pages, width=args.width, rows=args.rows)
+    """Time one product for each count that a batch may have."""
+    product = Product.random(num_pages=_NUM_PAGES, width=args.width, rows=args.rows)
     for count in args.counts:
-        rng = np.random.default_rng(count)
-        # Other pages every time, so that few adapters are as cold as many.
-        calls = [
-            rng.permutation(pages)[draw(count, args.rows, rng)]
-            for _ in range(_NUM_CALLS)
-        ]
+        if count > args.rows:
+            continue
+        names = draw(count, args.rows, np.random.default_rng(count))
         for method in ("segments", "gather"):
             record = {
                 "benchmark": "adapters_op",
                 "width": args.width,
                 "rows": args.rows,
                 "adapters": count,
-                **product.time(calls, method),
+                **product.time(names, method),
             }
             log.add(record)
             table.add_row(

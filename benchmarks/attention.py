@@ -26,10 +26,7 @@ from benchmarks.device_time import PEAK_BYTES_PER_S
 from benchmarks.provenance import Log
 from benchmarks.timeline import record
 from punica_jax.pallas_kernels import _attention_reference, resolve
-from punica_jax.pallas_kernels._attention_decode import (
-    DecodeConfig,
-    decode_attention,
-)
+from punica_jax.pallas_kernels._attention_decode import DecodeConfig, decode_attention
 from punica_jax.pallas_kernels._attention_decode import default_config as decode_config
 from punica_jax.pallas_kernels._attention_prefill import (
     PrefillConfig,
@@ -75,6 +72,11 @@ class Case:
         """Least traffic: each key, value, query and output once, in bfloat16."""
         cache = 2 * self.seqs * self.kv_len * self.kv_heads
         return 2 * self.head_dim * (cache + 2 * self.rows * self.heads)
+
+    @property
+    def num_sets(self) -> int:
+        """Operands that launches take in turn: more bytes than the L2 has."""
+        return int(min(64, max(2, -(-COLD_BYTES // self.num_bytes))))
 
     @property
     def num_flops(self) -> int:
@@ -311,8 +313,7 @@ def describe(config: Config) -> str:
 
 
 def run_case(case: Case, log: Log, *, sweep: bool) -> None:
-    num_sets = int(min(16, max(2, -(-COLD_BYTES // case.num_bytes))))
-    sets = [make_operands(case, seed) for seed in range(num_sets)]
+    sets = [make_operands(case, seed) for seed in range(case.num_sets)]
     configs = sweep_configs(case) if sweep else [default_config(case)]
     error = check(case, configs[0], sets[0])
     if not error < 1e-2:

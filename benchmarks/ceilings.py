@@ -27,8 +27,8 @@ def copy_bytes_per_s(num_bytes: int) -> float:
     operands = [(jnp.int32(n),) for n in range(_CALLS)]
     # A buffer each: what depends on nothing before it cannot be fused into one pass.
     carries = [x, *(jnp.copy(x) for _ in range(_CALLS - 1))]
-    seconds, _ = measure(compile_step(launch, carries, operands), carries, operands)
-    return 2 * x.nbytes / seconds
+    times, _ = measure(compile_step(launch, carries, operands), carries, operands)
+    return 2 * x.nbytes / times.median_s
 
 
 def product_flops_per_s(width: int) -> float:
@@ -42,8 +42,8 @@ def product_flops_per_s(width: int) -> float:
     x, *ws = (jax.random.normal(key, (width, width), jnp.bfloat16) for key in keys)
     scale = jnp.bfloat16(width**-0.5)
     carries, operands = [x], [(w * scale,) for w in ws]
-    seconds, _ = measure(compile_step(launch, carries, operands), carries, operands)
-    return 2 * width**3 / seconds
+    times, _ = measure(compile_step(launch, carries, operands), carries, operands)
+    return 2 * width**3 / times.median_s
 
 
 def main(words: Sequence[str] | None = None) -> None:

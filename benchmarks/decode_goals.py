@@ -3,10 +3,13 @@
 Pure functions of records; knows nothing of how they were measured.
 """
 
-from collections.abc import Iterable
+import dataclasses
+import math
+import statistics
+from collections.abc import Iterable, Iterator, Sequence
 
 from benchmarks import peers
-from benchmarks.device_time import PEAK_BYTES_PER_S
+from benchmarks.device_time import PEAK_BYTES_PER_S, is_host_bound
 from benchmarks.provenance import Record
 from punica_jax.pallas_kernels.shapes import LLAMA_2_7B
 
@@ -21,6 +24,27 @@ SAMPLING_SHARE = 0.03
 SAMPLING_ROWS = 32
 # Asked for beside.
 _NOT_CHOOSING = ("logprobs",)
+# The batch whose step with as many adapters is to beat vLLM's with none.
+HEADLINE_ROWS = 32
+# The backbone's step over its bytes, at rows and context.
+MOST_OVER_FLOOR = 1.15
+FLOOR_ROWS = (1, 32)
+FLOOR_CONTEXT = 512
+# A product over the best of others' kernels, in the geometric mean over cells.
+MOST_OF_PEER = 0.75
+# A product over PyTorch's loop over adapters, where that beats every kernel.
+LOOP_SLACK = 1.05
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Goal:
+    """What is to be reached, what was measured, and the records that say it."""
+
+    what: str
+    wanted: str
+    measured: str
+    met: bool
+    records: Sequence[Record]
 
 
 def judge(record: Record, backbone: Record) -> Record:
@@ -83,3 +107,100 @@ def judge_sampling(record: Record, steps: Iterable[Record]) -> Record:
         goal = f"{100 * SAMPLING_SHARE:g} %"
         judged |= {"goal": goal, "met": share <= SAMPLING_SHARE}
     return judged
+
+
+def goals(steps: Sequence[Record], cells: Iterable[Record]) -> list[Goal]:
+    """Judge each goal of which something was measured.
+
+    Args:
+      steps: of `benchmarks.decode`, one for each case.
+      cells: of `benchmarks.sgmv`, one for each cell; without `ours_us` ours failed.
+    """
+    return [
+        *(goal for step in steps for goal in _headline(step)),
+        *(goal for step in steps for goal in _over_floor(step)),
+        *_products([cell for cell in cells if cell.get("peer_us")]),
+    ]
+
+
+def device_us(cell: Record, method: str) -> float | None:
+    """Return what a method took of the device; None if the host took longer.
+
+    Args:
+      cell: of `benchmarks.sgmv`.
+      method: one of its methods, or `peer` or `peer_loop`, which no host launched.
+    """
+    us = cell.get(f"{method}_us")
+    if us is None or is_host_bound(us, cell.get(f"{method}_launch_us", 0.0)):
+        return None
+    return us
+
+
+def _headline(step: Record) -> Iterator[Goal]:
+    wanted = {"rows": HEADLINE_ROWS, "popularity": "distinct", "method": "ours"}
+    if "vllm_none_ms" in step and wanted.items() <= step.items():
+        span = peers.SPAN.replace("..", " to ")
+        yield Goal(
+            what=f"{step['shape']}, {HEADLINE_ROWS} rows, contexts {span}: a step with "
+            "an adapter for each row, faster than vLLM's without any",
+            wanted=f"< {step['vllm_none_ms']:.2f} ms",
+            measured=f"{step['step_ms']:.2f} ms",
+            met=step["step_ms"] < step["vllm_none_ms"],
+            records=[step],
+        )
+
+
+def _over_floor(step: Record) -> Iterator[Goal]:
+    wanted = {"shape": LLAMA_2_7B.name, "context": FLOOR_CONTEXT, "method": "backbone"}
+    if step["rows"] in FLOOR_ROWS and wanted.items() <= step.items():
+        over = step["step_ms"] / step["floor_ms"]
+        rows = "1 row" if step["rows"] == 1 else f"{step['rows']} rows"
+        yield Goal(
+            what=f"{step['shape']}, {rows}, context {FLOOR_CONTEXT}: a step without "
+            "adapters, over its floor",
+            wanted=f"<= {MOST_OVER_FLOOR:g}",
+            measured=f"{over:.2f}",
+            met=over <= MOST_OVER_FLOOR,
+            records=[step],
+        )
+
+
+def _products(cells: Sequence[Record]) -> Iterator[Goal]:
+    loops = [c for c in cells if c.get("peer_loop_us", math.inf) < c["peer_us"]]
+    others = [cell for cell in cells if cell not in loops]
+    yield from _in_every_cell("faster than the best existing kernel", others, "peer")
+    yield from _in_every_cell(
+        "where PyTorch's loop over adapters beats every kernel, at most "
+        f"{100 * (LOOP_SLACK - 1):.0f} % slower than that",
+        loops,
+        "peer_loop",
+        LOOP_SLACK,
+    )
+    if cells:
+        ratios = [cell.get("ours_us", math.inf) / cell["peer_us"] for cell in cells]
+        mean = statistics.geometric_mean(ratios)
+        yield Goal(
+            what="one product, over the best existing kernel's, geometric mean",
+            wanted=f"<= {MOST_OF_PEER:g}",
+            measured=f"{mean:.2f}",
+            met=mean <= MOST_OF_PEER,
+            records=cells,
+        )
+    yield from _in_every_cell("faster than XLA gather", cells, "gather")
+    yield from _in_every_cell("faster than `ragged_dot`", cells, "ragged_dot")
+
+
+def _in_every_cell(
+    what: str, cells: Iterable[Record], rival: str, slack: float = 1.0
+) -> Iterator[Goal]:
+    """Judge whether we take less than `slack` times a rival wherever it is known."""
+    known = [cell for cell in cells if device_us(cell, rival)]
+    won = [c for c in known if c.get("ours_us", math.inf) < slack * c[f"{rival}_us"]]
+    if known:
+        yield Goal(
+            what=f"one product, {what}",
+            wanted="every cell",
+            measured=f"{len(won)} of {len(known)}",
+            met=len(won) == len(known),
+            records=known,
+        )

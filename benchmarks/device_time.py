@@ -34,6 +34,24 @@ class Step:
         return self.compiled(carries, operands, shared)
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Times:
+    """Seconds of one launch: until it has ended, and of the host's to enqueue it."""
+
+    median_s: float
+    launch_s: float
+
+    def fields(self, prefix: str = "") -> dict[str, float]:
+        """Return a record's fields, in microseconds."""
+        names = f"{prefix}us", f"{prefix}launch_us"
+        return dict(zip(names, (1e6 * self.median_s, 1e6 * self.launch_s), strict=True))
+
+
+def is_host_bound(time: float, launch: float) -> bool:
+    """Tell whether a time says more of the host, which enqueues, than of the device."""
+    return launch > 0.9 * time
+
+
 def num_sets(bytes_per_launch: float, most: int = 256) -> int:
     """Return how many input sets make a rotation that the L2 cannot hold."""
     return min(most, 1 + math.ceil(COLD_BYTES / bytes_per_launch))
@@ -72,25 +90,31 @@ def compile_step(
 
 def measure(
     step: Step, carries: Carries, operands: Sequence[Any], shared: Any = ()
-) -> tuple[float, Carries]:
-    """Return the median seconds of one launch, and the last carries.
+) -> tuple[Times, Carries]:
+    """Return the times of one launch, and the last carries.
 
-    Steps are enqueued for about 20 ms, with one wait at the end; the median is over
-    seven such windows.
+    Steps are enqueued for about 20 ms, with one wait at the end; medians are over seven
+    such windows.
     """
 
     def window(carries, num_steps):
         start = time.perf_counter()
         for _ in range(num_steps):
             carries = step(carries, operands, shared)
+        enqueued_s = time.perf_counter() - start
         jax.block_until_ready(carries)
-        return time.perf_counter() - start, carries
+        return time.perf_counter() - start, enqueued_s, carries
 
-    _, carries = window(carries, 1)
-    elapsed_s, carries = window(carries, 2)
+    *_, carries = window(carries, 1)
+    elapsed_s, _, carries = window(carries, 2)
     num_steps = max(2, math.ceil(2 * _WINDOW_S / elapsed_s))
-    times_s = []
+    windows = []
     for _ in range(_NUM_WINDOWS):
-        elapsed_s, carries = window(carries, num_steps)
-        times_s.append(elapsed_s / num_steps)
-    return statistics.median(times_s) / step.num_calls, carries
+        *times_s, carries = window(carries, num_steps)
+        windows.append(times_s)
+    medians = (
+        statistics.median(times_s) / num_steps / step.num_calls
+        for times_s in zip(*windows, strict=True)
+    )
+    median_s, launch_s = medians
+    return Times(median_s=median_s, launch_s=launch_s), carries

@@ -8,16 +8,22 @@ nothing of how they were measured, and no figure of its own.
 import argparse
 import collections
 import contextlib
-from collections.abc import Callable, Sequence
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.text import Annotation
+from matplotlib.transforms import Bbox
 
+from benchmarks.device_time import is_host_bound
 from benchmarks.provenance import RESULTS, Record, load, source
-from benchmarks.readme_tables import POPULARITIES
+from benchmarks.readme_tables import METHODS, POPULARITIES, counted_alike
+from benchmarks.serving_goals import LEAST_OVER_SWAP
 
 Records = Sequence[Record]
 
@@ -32,16 +38,8 @@ CASES = {
 }
 # Decode steps of other ranks are another matter.
 RANKS = ([], [16])
-METHOD_NAMES = {
-    "ours": "punica-jax",
-    "segments": "punica-jax (segments)",
-    "per_row": "a segment for every row",
-    "gather": "XLA gather",
-    "ragged_dot": "ragged_dot",
-    "loop": "loop over adapters",
-    "group_swap": "group by adapter and swap",
-    "backbone": "backbone alone",
-}
+MARKS = "osD^vP"
+DASHES = ("-", "--", "-.", ":", (0, (1, 3)), (0, (6, 1)))
 
 
 class NothingToDraw(ValueError):
@@ -49,7 +47,7 @@ class NothingToDraw(ValueError):
 
 
 def choose(records: Records, benchmark: str, **fields: Any) -> list[Record]:
-    """Return the last record of each case that has these fields.
+    """Return the last record of each case with these fields, if the device took it.
 
     Raises:
       NothingToDraw: there is none.
@@ -60,10 +58,18 @@ def choose(records: Records, benchmark: str, **fields: Any) -> list[Record]:
         if record["benchmark"] == benchmark
         and all(record.get(name) == value for name, value in fields.items())
     }
-    if not found:
+    chosen = [
+        one
+        for one in found.values()
+        if not is_host_bound(
+            one.get("us", one.get("step_ms", math.inf)),
+            one.get("launch_us", one.get("launch_ms", 0.0)),
+        )
+    ]
+    if not chosen:
         wanted = ", ".join(f"{name} {value}" for name, value in fields.items())
         raise NothingToDraw(f"no records of {benchmark} {wanted}".strip())
-    return list(found.values())
+    return chosen
 
 
 def last_by(records: Records, *names: str) -> dict[Any, Record]:
@@ -72,56 +78,71 @@ def last_by(records: Records, *names: str) -> dict[Any, Record]:
     return {key[0] if len(names) == 1 else key: found[key] for key in sorted(found)}
 
 
-def panels(titles: Sequence[str], title: str, records: Records) -> list[Axes]:
-    """Return a figure's axes side by side, under one title and every source."""
-    figure = Figure(figsize=(6.4 * len(titles), 4.8), layout="constrained")
+def panels(
+    titles: Sequence[str],
+    title: str,
+    records: Records,
+    size: tuple[float, float] = (6.4, 4.8),
+) -> tuple[Figure, list[Axes]]:
+    """Return a figure and its axes in two columns, under one title and every source."""
+    columns = min(2, len(titles))
+    rows = -(-len(titles) // columns)
+    figure = Figure(figsize=(size[0] * columns, size[1] * rows), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots(1, len(titles), squeeze=False)[0]
+    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for unused in axes[len(titles) :]:
+        unused.remove()
     sources = source(records).replace("; ", "\n")
     figure.suptitle(f"{title}\n{sources}", fontsize="medium")
-    for axis, panel in zip(axes, titles, strict=True):
+    for axis, panel in zip(axes, titles, strict=False):
         axis.set_title(panel, fontsize="medium")
         axis.grid(alpha=0.3)
-    return list(axes)
+    return figure, axes[: len(titles)]
 
 
-def figure_of(axes: Sequence[Axes]) -> Figure:
-    figure = axes[0].get_figure(root=True)
-    assert figure is not None
-    return figure
-
-
-def shapes_of(records: Records) -> list[str]:
-    return sorted({record["shape"] for record in records})
+def steps_at_512(records: Records, *methods: str) -> list[Record]:
+    """Return the steps to draw beside each other."""
+    steps = [
+        s for m in methods for s in choose(records, "decode", method=m, context=512)
+    ]
+    return counted_alike([step for step in steps if step["ranks"] in RANKS])
 
 
 def draw_latency(records: Records) -> Figure:
     """Latency of a decode step against rows, a line for each popularity."""
-    steps = choose(records, "decode", context=512)
-    steps = [r for r in steps if r["method"] in ("ours", "backbone")]
-    steps = [r for r in steps if r["ranks"] in RANKS]
-    names = shapes_of(steps)
-    axes = panels([f"{name} shape" for name in names], "Decode step", steps)
+    steps = steps_at_512(records, "backbone", "ours")
+    names = sorted({step["shape"] for step in steps})
+    figure, axes = panels([f"{name} shape" for name in names], "Decode step", steps)
     for axis, name in zip(axes, names, strict=True):
-        for popularity in POPULARITIES:
-            own = [r for r in steps if r["popularity"] == popularity]
-            if popularity != "none":
+        shown = [step for step in steps if step["shape"] == name]
+        for i, popularity in enumerate(POPULARITIES):
+            own = [step for step in shown if step["popularity"] == popularity]
+            if any(step["adapters"] for step in own):
                 # One row has one adapter, whatever the popularity is called.
-                own += [r for r in steps if r["rows"] == r["adapters"] == 1]
-            own = last_by([r for r in own if r["shape"] == name], "rows")
+                own += [step for step in shown if step["rows"] == step["adapters"] == 1]
             if own:
-                line = [record["step_ms"] for record in own.values()]
-                axis.plot(list(own), line, marker="o", label=popularity)
-        floors: dict[int, float] = {}
-        for record in (r for r in steps if r["shape"] == name):
-            most = max(record["floor_ms"], floors.get(record["rows"], 0.0))
-            floors[record["rows"]] = most
-        floors = dict(sorted(floors.items()))
+                line = last_by(own, "rows")
+                axis.plot(
+                    list(line),
+                    [step["step_ms"] for step in line.values()],
+                    # The later ones are thinner, so that they hide none below.
+                    linewidth=2.7 - 0.4 * i,
+                    color=f"C{i}",
+                    linestyle=DASHES[i],
+                    marker=MARKS[i],
+                    markersize=10,
+                    fillstyle="none",
+                    label=popularity,
+                )
+        floors = last_by(sorted(shown, key=lambda step: step["floor_ms"]), "rows")
+        lowest = [step["floor_ms"] for step in floors.values()]
         label = "all bytes once, most adapters"
-        axis.plot(list(floors), list(floors.values()), "k--", label=label)
-        axis.set(xlabel="rows", ylabel="ms a step", ylim=(0, None))
-        axis.legend()
-    return figure_of(axes)
+        axis.plot(list(floors), lowest, "k-", marker="_", linewidth=1, label=label)
+        highest = max(step["step_ms"] for step in shown)
+        axis.set(xlabel="rows", ylabel="ms a step", ylim=(0, 1.1 * highest))
+        axis.set_xticks(list(floors))
+        axis.legend(loc="lower right")
+    return figure
 
 
 def family_of(record: Record) -> str:
@@ -136,125 +157,174 @@ def draw_roofline(records: Records) -> Figure:
     if not cells:
         raise NothingToDraw("no records of sgmv with flops")
     # The most measured product, so that points differ by rows and adapters alone.
-    families = collections.Counter(family_of(record) for record in cells)
-    family = families.most_common(1)[0][0]
+    [(family, _)] = collections.Counter(map(family_of, cells)).most_common(1)
     cells = [record for record in cells if family_of(record) == family]
-    [axis] = panels([f"y += x A B, {family}"], "Roofline", [ceilings, *cells])
+    cells.sort(key=lambda record: (record["rows"], record["bytes"]))
+    titles = (f"y += x A B, {family}", "its points: operations, bytes, our time")
+    figure, (axis, beside) = panels(
+        titles, "Roofline", [ceilings, *cells], size=(6.8, 7.2)
+    )
     bandwidth, peak = ceilings["bytes_per_s"], ceilings["flops_per_s"]
     ridge = peak / bandwidth
-    reach = [r["flops"] / r["bytes"] for r in cells]
-    left, right = min(reach) / 2, max([*reach, ridge]) * 2
+    at = [(r["flops"] / r["bytes"], r["flops"] / r["ours_us"] * 1e-6) for r in cells]
+    left, right = min(x for x, _ in at) / 2, max(ridge, *(x for x, _ in at)) * 2
     axis.plot(
         [left, ridge, right],
         [left * bandwidth / 1e12, peak / 1e12, peak / 1e12],
         "k-",
         label=f"copy {bandwidth / 1e12:.3g} TB/s, product {peak / 1e12:.3g} TFLOP/s",
     )
-    marks = {"distinct": "o", "uniform": "s", "skewed": "^", "identical": "D"}
-    for popularity in sorted({record["popularity"] for record in cells}):
-        own = [record for record in cells if record["popularity"] == popularity]
-        intensity = [record["flops"] / record["bytes"] for record in own]
-        reached = [record["flops"] / record["ours_us"] * 1e-6 for record in own]
-        axis.plot(intensity, reached, marks.get(popularity, "v"), label=popularity)
-        for record, at in zip(own, zip(intensity, reached, strict=True), strict=True):
-            work = f"{record['flops'] / 1e6:.3g} MFLOP, {record['bytes'] / 1e6:.3g} MB"
-            axis.annotate(
-                f"{record['rows']} {popularity}: {work}",
-                at,
-                xytext=(6, -3),
-                textcoords="offset points",
-                fontsize=6,
-            )
+    popularities = [record["popularity"] for record in cells]
+    for name, mark in zip(
+        sorted({*popularities}), itertools.cycle(MARKS), strict=False
+    ):
+        own = [point for p, point in zip(popularities, at, strict=True) if p == name]
+        axis.plot(*zip(*own, strict=True), mark, label=spread_of(name))
     axis.set(xscale="log", yscale="log", xlabel="FLOP a byte", ylabel="TFLOP/s")
-    axis.legend(fontsize="small", loc="upper left")
-    return figure_of([axis])
+    axis.legend(fontsize="small", loc="lower right")
+    number(figure, axis, at)
+    beside.axis("off")
+    for i, record in enumerate(cells):
+        rows = f"{record['rows']:4} {'row' if record['rows'] == 1 else 'rows'}, "
+        rows = f"{rows + spread_of(record['popularity']):<23}"
+        work = f"{record['flops'] / 1e6:6.4g} MFLOP  {record['bytes'] / 1e6:6.4g} MB"
+        place = 0.0, 1 - (i + 0.5) / len(cells)
+        text = f"{i + 1:2}  {rows}{work}  {record['ours_us']:5.1f} us"
+        beside.text(*place, text, family="monospace", size=9, va="center")
+    return figure
+
+
+def spread_of(popularity: str) -> str:
+    return popularity.replace("seg", "segments: ")
+
+
+def number(figure: Figure, axis: Axes, points: Sequence[tuple[float, float]]) -> None:
+    """Number points from 1; those that would overlap share a place."""
+    figure.draw_without_rendering()  # lays out: places are known from here
+    style = {"textcoords": "offset points", "va": "center", "size": 9}
+    numbers = [
+        axis.annotate(str(i), point, (7, 0), **style)
+        for i, point in enumerate(points, 1)
+    ]
+
+    def box(one: Annotation) -> Bbox:
+        extents = one.get_window_extent()
+        mark = axis.transData.transform(one.xy)
+        return Bbox.union([extents, Bbox([mark - 6, mark + 6])])
+
+    def overlapping() -> Iterator[tuple[Annotation, Annotation]]:
+        for one, other in itertools.combinations(numbers, 2):
+            if box(one).overlaps(box(other)):
+                # The one to the right has more room.
+                yield (one, other) if one.xy > other.xy else (other, one)
+
+    while pair := next(overlapping(), None):
+        kept, other = pair
+        shared = f"{kept.get_text()}, {other.get_text()}".split(", ")
+        kept.set_text(", ".join(sorted(shared, key=int)))
+        numbers.remove(other)
+        other.remove()
 
 
 def draw_adapters(records: Records) -> Figure:
     """Overhead against the number of adapters, of the step and of one product."""
-    what = {"adapters_step": "decode step", "adapters_op": "one product"}
-    found: dict[str, list[Record]] = {}
-    for name in what:
-        with contextlib.suppress(NothingToDraw):
-            found[name] = choose(records, name)
-    if not found:
-        raise NothingToDraw(f"no records of {', nor of '.join(what)}")
-    titles = [f"{what[name]}, {own[-1]['rows']} rows" for name, own in found.items()]
-    every = [record for own in found.values() for record in own]
-    axes = panels(titles, "Overhead by adapters loaded", every)
-    for axis, (name, own) in zip(axes, found.items(), strict=True):
-        if name == "adapters_step":
-            key, label = "shape", "% over no adapter"
-        else:
-            key, label = "method", "us a product"
-        for value in sorted({record[key] for record in own}):
-            line = last_by(
-                [r for r in own if r[key] == value and r["adapters"]], "adapters"
+    points: list[Record] = []
+    with contextlib.suppress(NothingToDraw):
+        for step in choose(records, "adapters_step"):
+            if step["adapters"]:
+                over = 100 * (step["step_ms"] / step["backbone_ms"] - 1)
+                point = {"method": "ours", "height": over, "unit": "% over no adapter"}
+                panel = f"decode step, {step['shape']}, {step['rows']} rows"
+                points.append(step | point | {"panel": panel, "of": "loaded"})
+    with contextlib.suppress(NothingToDraw):
+        for product in choose(records, "adapters_op"):
+            point = {"height": product["us"], "unit": "us a product", "of": "in use"}
+            points.append(
+                product | point | {"panel": f"one product, {size_of(product)}"}
             )
-            heights = [
-                100 * (r["step_ms"] / r["backbone_ms"] - 1)
-                if "step_ms" in r
-                else r["us"]
-                for r in line.values()
-            ]
-            named = METHOD_NAMES.get(value, value)
-            axis.plot(list(line), heights, marker="o", label=named)
-        axis.set(xscale="log", xlabel="adapters loaded", ylabel=label)
-        axis.legend()
-    return figure_of(axes)
+    if not points:
+        raise NothingToDraw("no records of adapters_step, nor of adapters_op")
+    names = list(dict.fromkeys(point["panel"] for point in points))
+    figure, axes = panels(names, "Overhead by adapters", points)
+    for axis, name in zip(axes, names, strict=True):
+        own = [point for point in points if point["panel"] == name]
+        for method, mark in zip(METHODS, itertools.cycle(MARKS), strict=False):
+            line = last_by([p for p in own if p["method"] == method], "adapters")
+            if line:
+                heights = [point["height"] for point in line.values()]
+                axis.plot(list(line), heights, marker=mark, label=plain(method))
+        axis.set(xscale="log", xlabel=f"adapters {own[0]['of']}", ylabel=own[0]["unit"])
+        axis.set_ylim(0, 1.1 * max(point["height"] for point in own))
+        axis.legend(loc="lower right")
+    return figure
+
+
+def size_of(product: Record) -> str:
+    return f"{product['rows']} rows, {product['width']} wide"
 
 
 def draw_order(records: Records) -> Figure:
     """The straw man: AABCCC against any other order, segments against rows."""
     cells = choose(records, "order")
-    names = [p for p in POPULARITIES if any(r["popularity"] == p for r in cells)]
-    axes = panels(names, f"Order of {cells[-1]['rows']} rows", cells)
+    cells.sort(key=lambda cell: POPULARITIES.index(cell["popularity"]))
+    found: dict[str, list[Record]] = {}
+    for cell in cells:
+        found.setdefault(f"{cell['popularity']}, {size_of(cell)}", []).append(cell)
+    figure, axes = panels(list(found), "Order of a batch's rows", cells)
     orders = ("sorted", "shuffled", "interleaved")
-    for axis, name in zip(axes, names, strict=True):
-        own = [r for r in cells if r["popularity"] == name]
-        methods = [m for m in METHOD_NAMES if any(r["method"] == m for r in own)]
+    for axis, own in zip(axes, found.values(), strict=True):
+        methods = [name for name in METHODS if any(r["method"] == name for r in own)]
         for i, method in enumerate(methods):
             by_order = last_by([r for r in own if r["method"] == method], "order")
             shown = [order for order in orders if order in by_order]
             at = [orders.index(o) + (i - len(methods) / 2 + 0.5) * 0.25 for o in shown]
             heights = [by_order[order]["us"] for order in shown]
-            axis.bar(at, heights, 0.25, label=METHOD_NAMES[method])
-        labels = ["AABCCC (sorted)", "shuffled", "ABCABC"]
-        axis.set_xticks(range(len(orders)), labels)
+            axis.bar(at, heights, 0.25, label=plain(method))
+        axis.set_xticks(range(len(orders)), ["AABCCC (sorted)", "shuffled", "ABCABC"])
         axis.set(ylabel="us a product")
-        axis.legend(fontsize="small")
-    return figure_of(axes)
+        axis.margins(y=0.2)
+        axis.legend(fontsize="small", loc="upper right", ncols=3)
+    return figure
+
+
+def plain(method: str) -> str:
+    """Return a method's name outside of Markdown."""
+    return METHODS[method].replace("`", "")
 
 
 def draw_throughput(records: Records) -> Figure:
     """Tokens a second of one mixed batch, and of a batch for each adapter."""
-    steps = [
-        record
-        for method in ("ours", "group_swap")
-        for record in choose(records, "decode", method=method, context=512)
-        if record["ranks"] in RANKS
-    ]
-    keys = sorted({(record["shape"], record["rows"]) for record in steps})
-    axes = panels([f"{s}, {n} rows" for s, n in keys], "Throughput", steps)
-    names = POPULARITIES[1:]
-    for axis, key in zip(axes, keys, strict=True):
-        for i, method in enumerate(("ours", "group_swap")):
-            own = [
-                record
-                for record in steps
-                if (record["shape"], record["rows"], record["method"]) == (*key, method)
-            ]
-            found = last_by(own, "popularity")
-            shown = [name for name in names if name in found]
-            at = [names.index(name) + 0.4 * i - 0.2 for name in shown]
-            heights = [found[name]["tokens_per_s"] for name in shown]
-            label = "one mixed batch" if method == "ours" else METHOD_NAMES[method]
-            bars = axis.bar(at, heights, 0.4, label=label)
-            axis.bar_label(bars, fmt="%.0f", fontsize=7)
-        axis.set_xticks(range(len(names)), names)
-        axis.set(ylabel="tokens/s")
-        axis.legend(fontsize="small")
-    return figure_of(axes)
+    methods = ("ours", "group_swap")
+    steps = steps_at_512(records, *methods)
+    mixed, swap = (
+        last_by([s for s in steps if s["method"] == m], "shape", "rows", "popularity")
+        for m in methods
+    )
+    both = mixed.keys() & swap.keys()
+    if not both:
+        raise NothingToDraw("no case of decode has records of ours and of group_swap")
+    sizes = sorted({(shape, rows) for shape, rows, _ in both})
+    title = "Throughput of one mixed batch, and over that of a batch for each adapter\n"
+    title += f"(Punica's paper: {LEAST_OVER_SWAP:g}x, 32 rows with an adapter each)"
+    every = [found[case] for found in (mixed, swap) for case in both]
+    figure, axes = panels(
+        [f"{shape}, {rows} rows" for shape, rows in sizes], title, every
+    )
+    for axis, size in zip(axes, sizes, strict=True):
+        shown = [name for name in POPULARITIES if (*size, name) in both]
+        for side, method, found in ((-0.2, "mixed", mixed), (0.2, "group_swap", swap)):
+            heights = [found[(*size, name)]["tokens_per_s"] for name in shown]
+            at = [place + side for place in range(len(shown))]
+            axis.bar_label(axis.bar(at, heights, 0.4, label=plain(method)), fmt="%.0f")
+        for place, name in enumerate(shown):
+            ours, theirs = (f[(*size, name)]["tokens_per_s"] for f in (mixed, swap))
+            text, top = f"{ours / theirs:.3g}x", (place, max(ours, theirs))
+            axis.annotate(text, top, (0, 18), textcoords="offset points", ha="center")
+        axis.set_xticks(range(len(shown)), shown)
+        axis.set(ylabel="tokens/s", xlim=(-0.7, len(shown) - 0.3))
+        axis.margins(y=0.35)
+        axis.legend(loc="upper right", ncols=2)
+    return figure
 
 
 PLOTS: dict[str, Callable[[Records], Figure]] = {

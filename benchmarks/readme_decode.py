@@ -4,29 +4,29 @@ Knows the result files' fields and nothing of how they were measured.
 """
 
 import itertools
-import statistics
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import decode_goals, peers
+from benchmarks import decode_goals, peers, readme_kernels
+from benchmarks.device_time import is_host_bound
 from benchmarks.provenance import RESULTS, ROOT, Record
 from benchmarks.readme_tables import (
     FLOOR,
+    METHODS,
     POPULARITIES,
     by_record,
     caption,
+    counted_alike,
+    from_second_step,
     last_of,
     load,
     markdown,
+    over_none,
 )
 
-RIVALS = {
-    "gather": "XLA gather",
-    "ragged_dot": "`ragged_dot`",
-    "loop": "loop over adapters",
-    "group_swap": "group and swap",
-}
+RIVALS = ("gather", "ragged_dot", "loop", "group_swap")
 OURS = ("backbone", "ours")
 PLOTS = {
     "latency": "Decode step against rows, by popularity",
@@ -75,14 +75,15 @@ def decode(results: Path) -> str:
     rivals = {
         (_place(row), row["method"]): row
         for row in steps
-        if row["method"] in RIVALS and _place(row) in cases
+        if row["method"] in RIVALS
+        and (own := cases.get(_place(row)))
+        and from_second_step(own) == from_second_step(row)
     }
     methods = [name for name in RIVALS if any(name == method for _, method in rivals)]
-    columns = ["model", "rows", "context", "adapters", "floor", "step"]
-    columns += ["over no adapter", "allowed", *(RIVALS[method] for method in methods)]
+    columns = ["model", "rows", "context", "adapters", "floor", "step", "over floor"]
+    columns += ["over no adapter", "allowed", *(METHODS[method] for method in methods)]
     lines = []
     for case, row in cases.items():
-        over = f"{100 * (row['step_ms'] / row['backbone_ms'] - 1):+.1f} %"
         cells = [
             row["shape"],
             row["rows"],
@@ -90,7 +91,8 @@ def decode(results: Path) -> str:
             _adapters(row),
             f"{row['floor_ms']:.2f}",
             f"{row['step_ms']:.2f}",
-            over if row["adapters"] else "",
+            f"{row['step_ms'] / row['floor_ms']:.2f}",
+            over_none(row),
             _allowed(row),
             *(_rival(row, rivals.get((case, method))) for method in methods),
         ]
@@ -106,13 +108,17 @@ def decode(results: Path) -> str:
 
 
 def _rival(row: Record, rival: Record | None) -> str:
-    """Return a rival's step, with its commit if that is not our record's."""
+    """Return a rival's step, and in which way it is not as ours."""
     if rival is None:
         return ""
-    other = rival["commit"] != row["commit"]
-    serial = "" if rival.get("overlaps", True) else ", launches in order"
-    commit = f" ({rival['commit']}{serial})" if other or serial else ""
-    return f"{rival['step_ms']:.2f}{commit}"
+    notes = []
+    if rival["commit"] != row["commit"]:
+        notes.append(rival["commit"])
+    if not rival.get("overlaps", True):
+        notes.append("launches in order")
+    if is_host_bound(rival["step_ms"], rival.get("launch_ms", 0.0)):
+        notes.append("the host's time")
+    return f"{rival['step_ms']:.2f}" + (f" ({', '.join(notes)})" if notes else "")
 
 
 def _context(row: Record) -> str:
@@ -157,7 +163,7 @@ def engines(results: Path) -> str:
     )
     steps = [
         row
-        for row in _steps(results)
+        for row in counted_alike(_steps(results))
         if row["context"] == peers.SPAN and row["method"] in OURS
     ]
     shown: list[Record] = []
@@ -183,36 +189,6 @@ def engines(results: Path) -> str:
     return f"{caption(title, shown, others)}\n\n{markdown(columns, cells)}"
 
 
-def products(results: Path) -> str:
-    """The product alone against others' kernels and against JAX's own means."""
-    rows = last_of(load(results, "sgmv"), "cell")
-    rows = [row for row in rows if "ours_us" in row and row.get("peer_us")]
-    if not rows:
-        return ""
-    title = (
-        "One product `y += x A B`, our time over theirs: geometric mean, and in how "
-        "many cells ours is faster"
-    )
-    others = f"peers: {peers.source(peers.KERNELS)}"
-    rivals = {"peer": "best existing kernel"}
-    rivals |= {name: RIVALS[name] for name in ("gather", "ragged_dot", "loop")}
-    cells = []
-    for suite in dict.fromkeys(row["suite"] for row in rows):
-        line: list[Any] = [suite]
-        for name in rivals:
-            ratios = [
-                row["ours_us"] / row[f"{name}_us"]
-                for row in rows
-                if row["suite"] == suite and row.get(f"{name}_us")
-            ]
-            won = sum(ratio < 1 for ratio in ratios)
-            mean = statistics.geometric_mean(ratios) if ratios else 0.0
-            line.append(f"{mean:.2f} ({won} of {len(ratios)})" if ratios else "")
-        cells.append(line)
-    columns = ["suite", *rivals.values()]
-    return f"{caption(title, rows, others)}\n\n{markdown(columns, cells)}"
-
-
 def where(results: Path) -> str:
     """Where the time of one decode step goes, and went, by model and rows."""
     sizes: dict[str, dict[str, list[Record]]] = {}
@@ -220,7 +196,7 @@ def where(results: Path) -> str:
         size = f"{row['shape']}, {row['rows']} rows, context {_context(row)}"
         case = "no adapter" if row["popularity"] == "none" else row["popularity"]
         if row["method"] in RIVALS:
-            case = f"{case}, {RIVALS[row['method']]}"
+            case = f"{case}, {METHODS[row['method']]}"
         sizes.setdefault(size, {}).setdefault(case, []).append(row)
     if not sizes:
         return ""
@@ -263,14 +239,10 @@ def _profiled(cases: Mapping[str, Sequence[Mapping[str, Record]]]) -> str:
             for now, *before in pairs
         ]
 
-    def is_whole(record: Record) -> bool:
-        # Others hold the launch of the first step, which the device waits for once.
-        return record.get("from_second_step", False)
-
     def time_of(group: str) -> Callable[[Mapping[str, Record]], str]:
         def time(profile: Mapping[str, Record]) -> str:
             record = profile.get(group)
-            if record is None or (group == "gaps" and not is_whole(record)):
+            if record is None or (group == "gaps" and not from_second_step(record)):
                 return ""
             return f"{record['us']:.0f}"
 
@@ -278,7 +250,7 @@ def _profiled(cases: Mapping[str, Sequence[Mapping[str, Record]]]) -> str:
 
     def step_of(profile: Mapping[str, Record]) -> str:
         record = next(iter(profile.values()))
-        return f"{record['step_us']:.0f}" if is_whole(record) else ""
+        return f"{record['step_us']:.0f}" if from_second_step(record) else ""
 
     commits = bracketed(lambda profile: next(iter(profile.values()))["commit"])
     columns = ["kernels", *map(", ".join, zip(cases, commits, strict=True))]
@@ -320,9 +292,35 @@ def _judged(row: Record) -> list[str]:
     return [share, goal]
 
 
+def goals(results: Path) -> str:
+    """What decode is to reach, and whether it does."""
+    products = last_of(load(results, "sgmv"), "cell")
+    judged = [row for row in products if {"ours_us", "ours_error"} & row.keys()]
+    found = decode_goals.goals(_steps(results), judged)
+    if not found:
+        return ""
+    shown = [record for goal in found for record in goal.records]
+    cells = [
+        [
+            goal.what,
+            goal.wanted,
+            goal.measured,
+            "yes" if goal.met else "no",
+            ", ".join(sorted({record["commit"] for record in goal.records})),
+        ]
+        for goal in found
+    ]
+    columns = ["goal", "wanted", "measured", "met", "commit"]
+    title = (
+        f"Goals of decode; a step's floor is {FLOOR}, and a rival's time for a product "
+        "does not count where it is the host's"
+    )
+    return f"{caption(title, shown)}\n\n{markdown(columns, cells)}"
+
+
 def plots(results: Path) -> str:
     lines = [
-        f"![{title}]({(results / f'{name}.png').relative_to(ROOT)})"
+        f"![{title}]({os.path.relpath(results / f'{name}.png', ROOT)})"
         for name, title in PLOTS.items()
         if (results / f"{name}.png").exists()
     ]
@@ -332,10 +330,11 @@ def plots(results: Path) -> str:
 def measured(results: Path = RESULTS) -> str:
     """Return the whole section of what was measured."""
     parts: list[Callable[[Path], str]] = [
+        goals,
         decode,
         engines,
         ranks,
-        products,
+        *readme_kernels.PARTS,
         around,
         where,
         plots,

@@ -4,6 +4,7 @@ Knows the fields of `benchmarks.serving`'s records and nothing of how they were
 measured.
 """
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,18 +13,26 @@ from benchmarks import peers
 from benchmarks.provenance import RESULTS, Record
 from benchmarks.readme_tables import (
     FLOOR,
+    METHODS,
     POPULARITIES,
     by_record,
     last_of,
     load,
 )
+from benchmarks.scheduling import GOAL_MS
 
-METHODS = {
-    "backbone": "backbone alone",
-    "mixed": "one mixed batch",
-    "group_swap": "group and swap",
-}
 WHERE = {"all_there": "on the device", "loaded": "on disk"}
+QUEUES = {
+    "first_come": "first come, first served",
+    "latency": "latency targets",
+    "fair_share": "fair share",
+}
+WAITING = {
+    "full": "for a seat",
+    "tenants": "for a seat, each a tenant of its own",
+    "missing": "for an adapter, each another one",
+    "shared": "with one beginning, and sit down as rows are left",
+}
 
 
 def _number(value: float | None, digits: int = 0) -> str:
@@ -197,6 +206,37 @@ def _first_tokens(row: Record, kind: str) -> list[str]:
     return [str(row[f"num_{kind}"]), " / ".join(times)]
 
 
+def scheduling(results: Path) -> str:
+    """What a step costs the host, however many devices there are."""
+    path = results / "scheduling_cpu.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    rows = [json.loads(line) for line in lines]
+    rows = [row for row in rows if (row["running"], row["waiting"]) == (256, 1000)]
+    rows = last_of(rows, "policy", "case")
+    columns = ["policy", "others wait", "rows chosen", "goal", "met", "all of it"]
+    table = [
+        (
+            row,
+            [
+                QUEUES[row["policy"]],
+                WAITING[row["case"]],
+                _number(row["schedule_ms"], 2),
+                f"{GOAL_MS:g}",
+                "yes" if row["schedule_ms"] < GOAL_MS else "no",
+                _number(row["step_ms"], 2),
+            ],
+        )
+        for row in rows
+    ]
+    title = (
+        "Host time of one step at 256 running and 1,000 waiting requests, median "
+        "milliseconds on one core: to choose its rows, and all that the host does for "
+        "it but for its arrays"
+    )
+    cpus = ", ".join(sorted({row["cpu"] for row in rows}))
+    return by_record(title, columns, table, quoted=cpus)
+
+
 def goals(results: Path) -> str:
     """What serving is to reach, and whether it does."""
     rows = last_of(load(results, "serving_goal"), "shape", "goal")
@@ -219,5 +259,6 @@ def goals(results: Path) -> str:
 
 def measured(results: Path = RESULTS) -> str:
     """Return the whole section of what was measured."""
-    parts: list[Callable[[Path], str]] = [trace, batch, cold, copy, churn, goals]
+    parts: list[Callable[[Path], str]]
+    parts = [trace, batch, cold, copy, churn, scheduling, goals]
     return "\n\n".join(text for part in parts if (text := part(results)))

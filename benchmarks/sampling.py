@@ -17,7 +17,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.device_time import compile_step, measure, num_sets
+from benchmarks.device_time import Times, compile_step, measure, num_sets
 from benchmarks.provenance import Log
 from punica_jax.logprobs import token_logprobs
 from punica_jax.request import SamplingParams
@@ -126,8 +126,8 @@ def cases(rows: int, vocab: int) -> dict[str, Callable[[], Case]]:
     }
 
 
-def run_case(case: Case, rows: int, vocab: int) -> float:
-    """Return the median seconds of a launch."""
+def run_case(case: Case, rows: int, vocab: int) -> Times:
+    """Return the times of a launch."""
 
     @jax.jit
     def random_logits(seed):
@@ -137,8 +137,8 @@ def run_case(case: Case, rows: int, vocab: int) -> float:
     operands = [(random_logits(i),) for i in range(num_sets(4 * rows * vocab))]
     carries = [case.carry]
     step = compile_step(case.launch, carries, operands, case.shared)
-    seconds, _ = measure(step, carries, operands, case.shared)
-    return seconds
+    times, _ = measure(step, carries, operands, case.shared)
+    return times
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -157,10 +157,10 @@ def main(argv: list[str] | None = None) -> None:
         for name, make in cases(rows, args.vocab).items():
             if args.cases and name not in args.cases:
                 continue
-            us = run_case(make(), rows, args.vocab) * 1e6
+            times = run_case(make(), rows, args.vocab).fields()
             about = {"case": name, "rows": rows, "vocab": args.vocab}
-            log.add({"benchmark": "sampling", **about, "us": us})
-            table.add_row(str(rows), name, f"{us:.1f}")
+            log.add({"benchmark": "sampling", **about, **times})
+            table.add_row(str(rows), name, f"{times['us']:.1f}")
     Console(width=100).print(table)
 
 

@@ -41,8 +41,11 @@ from benchmarks.sgmv_cells import (
 from benchmarks.timeline import kernel_times
 from punica_jax.bench import gather_lora
 from punica_jax.pallas_kernels import (
+    MAX_PROJECT_ROWS,
     LoraPool,
     Segments,
+    _fused,
+    _row_expand,
     _sgmv,
     resolve,
     segment_metadata,
@@ -52,6 +55,7 @@ Record = dict[str, Any]
 
 # bfloat16 outputs: rounding alone is 0.3 %.
 _MAX_ERROR = 1e-2
+OURS: tuple[str, ...] = ("ours", "ours_rows")
 _QUICK = (
     "4096->4096 r16 1 distinct",
     "4096->4096 r16 64 distinct",
@@ -63,13 +67,26 @@ _QUICK = (
 )
 
 
+def _interprets() -> bool:
+    return resolve(None) != "pallas_triton"
+
+
 def launch_ours(y, rows, page_table, x, pool: LoraPool, segments: Segments) -> Array:
     """Run shrink and expand on one set's rows of all sets' `x` and `y`."""
+    v, pool, segments = _shrink(rows, page_table, x, pool, segments)
+    return _sgmv.expand(y, v, pool, segments, interpret=_interprets())
+
+
+def launch_ours_rows(y, rows, page_table, x, pool: LoraPool, segments: Segments):
+    """Do so with the expand that a decode step of so few rows runs."""
+    shrunk = _fused.Shrunk(*_shrink(rows, page_table, x, pool, segments))
+    return _row_expand.expand(y, shrunk, interpret=_interprets())
+
+
+def _shrink(rows, page_table, x, pool: LoraPool, segments: Segments):
     pool = dataclasses.replace(pool, page_table=page_table)
     segments = dataclasses.replace(segments, rows=rows)
-    interpret = resolve(None) != "pallas_triton"
-    v = _sgmv.shrink(x, pool, segments, interpret=interpret)
-    return _sgmv.expand(y, v, pool, segments, interpret=interpret)
+    return _sgmv.shrink(x, pool, segments, interpret=_interprets()), pool, segments
 
 
 def our_problem(cell: Cell, inputs: Inputs, num_sets: int) -> sgmv_rivals.Problem:
@@ -90,12 +107,13 @@ def our_problem(cell: Cell, inputs: Inputs, num_sets: int) -> sgmv_rivals.Proble
 # name -> how its arrays are laid out, and its launch but for the widths.
 METHODS: dict[str, tuple[Callable[..., sgmv_rivals.Problem], Callable[..., Array]]] = {
     "ours": (our_problem, launch_ours),
+    "ours_rows": (our_problem, launch_ours_rows),
     "gather": (sgmv_rivals.gather_problem, gather_lora),
     "ragged_dot": (sgmv_rivals.ragged_dot_problem, sgmv_rivals.launch_ragged_dot),
     "loop": (sgmv_rivals.loop_problem, sgmv_rivals.launch_loop),
 }
 # Those of others' run: their best kernel, and PyTorch's loop over adapters.
-_RIVALS = ("peer", "peer_loop", *list(METHODS)[1:])
+_RIVALS = ("peer", "peer_loop", *list(METHODS)[2:])
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +140,7 @@ def inputs_of(cells: Iterable[Cell]) -> Callable[[], Inputs]:
 def compile_program(cell: Cell, method: str, inputs: Inputs) -> Program | Exception:
     """Compile from the inputs' shapes; what the compiler refuses is returned."""
     lay_out, launch = METHODS[method]
-    if method != "ours":
+    if method not in OURS:
         launch = functools.partial(launch, d_outs=cell.d_outs)
     sets = num_sets(cell.num_bytes)
     build = jax.jit(functools.partial(lay_out, cell, num_sets=sets))
@@ -142,8 +160,8 @@ def run_program(cell: Cell, method: str, program: Program, inputs: Inputs) -> Re
     error = relative_error(cell, inputs, carries[0][: cell.rows], times)
     if not error < _MAX_ERROR:
         return {f"{method}_error": error}
-    seconds, carries = measure(program.step, carries, operands, shared)
-    record = {f"{method}_us": seconds * 1e6}
+    timed, carries = measure(program.step, carries, operands, shared)
+    record: Record = timed.fields(f"{method}_")
     if method == "ours":
         kernels = kernel_times(lambda: program.step(carries, operands, shared))
         for name in {"shrink", "expand"} & {k.removeprefix("lora_") for k in kernels}:
@@ -154,11 +172,16 @@ def run_program(cell: Cell, method: str, program: Program, inputs: Inputs) -> Re
 
 def run_cells(cells: list[Cell], methods: list[str], say: Callable[[str], None]):
     """Yield each cell's record; cells of one family share their inputs."""
+
+    def methods_of(cell: Cell) -> list[str]:
+        few = cell.rows <= MAX_PROJECT_ROWS
+        return [method for method in methods if few or method != "ours_rows"]
+
     for _, family in itertools.groupby(cells, lambda cell: cell.family):
         family = list(family)
         make = inputs_of(family)
         shapes = jax.eval_shape(make)
-        jobs = [(cell, method) for cell in family for method in methods]
+        jobs = [(cell, method) for cell in family for method in methods_of(cell)]
         say(f"compiling {len(jobs)} programs: {family[0].name} ...")
         with ThreadPoolExecutor(16) as pool:
             inputs_job = pool.submit(jax.jit(make))
@@ -169,7 +192,7 @@ def run_cells(cells: list[Cell], methods: list[str], say: Callable[[str], None])
             inputs = inputs_job.result()
         for cell in family:
             record: Record = describe(cell)
-            for method in methods:
+            for method in methods_of(cell):
                 program = programs.pop((cell, method))
                 if isinstance(program, Exception):
                     record[f"{method}_error"] = str(program)[:200]
@@ -215,15 +238,15 @@ def run_metadata() -> Iterable[Record]:
             carries = [jnp.asarray(slots, jnp.int32)]
             operands = [()] * 32
             step = compile_step(launch, carries, operands)
-            seconds, _ = measure(step, carries, operands, ())
-            record[f"{method}_us"] = seconds * 1e6
+            timed, _ = measure(step, carries, operands, ())
+            record |= timed.fields(f"{method}_")
         yield record
 
 
 def table_of(records: Iterable[Record]) -> Table:
     table = Table(caption=f"us; peers: {peers.source(peers.KERNELS)}")
     table.add_column("cell")
-    timed = ("ours", "shrink", "expand", "floor")
+    timed = (*OURS, "shrink", "expand", "floor")
     for column in (*timed, "x floor", "best peer", "of peer", *_RIVALS[1:]):
         table.add_column(column, justify="right")
     for record in records:
@@ -254,7 +277,7 @@ def main(words: Sequence[str] | None = None) -> None:
     cells = [cell for cell in load_cells() if not args.quick or cell.name in _QUICK]
     cells = [cell for cell in cells if re.search(args.cells or "", cell.name)]
     cells.sort(key=lambda cell: (len(cell.d_outs), cell.family))
-    methods = args.methods or (["ours"] if args.quick else list(METHODS))
+    methods = args.methods or (list(OURS) if args.quick else list(METHODS))
     console = Console(width=150)
     log = Log(args)
     metadata = run_metadata() if "ours" in methods else ()

@@ -151,9 +151,10 @@ def _expand(
     d_outs = shrunk.pool.d_outs
     block_n = min(_BLOCK_N, max(16, pl.next_power_of_2(max(d_outs))))
     blocks = tuple(pl.cdiv(width, block_n) for width in d_outs)
+    num_rows = shrunk.segments.num_rows
     shapes, norms = [jax.ShapeDtypeStruct(y.shape, y.dtype)], ()
     if norm_weight is not None:
-        squares = jax.ShapeDtypeStruct((sum(blocks), y.shape[0]), jnp.float32)
+        squares = jax.ShapeDtypeStruct((sum(blocks), num_rows), jnp.float32)
         shapes, norms = [*shapes, *shapes, squares], (norm_weight,)
     return pl.pallas_call(
         functools.partial(
@@ -165,7 +166,7 @@ def _expand(
             block_n=block_n,
         ),
         out_shape=shapes,
-        grid=(y.shape[0], sum(blocks)),
+        grid=(num_rows, sum(blocks)),
         input_output_aliases={0: 0},
         compiler_params=_PARAMS,
         interpret=interpret,

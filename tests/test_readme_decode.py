@@ -1,10 +1,12 @@
 """The README's tables of decode steps say what the records say."""
 
 import json
+import re
 
 import pytest
 
-from benchmarks import peers, readme_decode
+from benchmarks import peers, readme_decode, readme_kernels
+from benchmarks.provenance import RESULTS, ROOT
 from tests import benchmark_records as made
 
 
@@ -37,9 +39,9 @@ def test_decode(results):
     assert "by rows, 0.15 to 0.35 ms (NVIDIA H200, JAX 0.0.1, commit abc, 2026" in text
     header, _, *rows = rows_of(text)
     assert header[-3:] == ["allowed", "XLA gather", "group and swap"]
-    line = ["7B", "32", "512", "distinct (32)", "6.00", "8.00", "+14.3 %", ""]
+    line = ["7B", "32", "512", "distinct (32)", "6.00", "8.00", "1.33", "+14.3 %", ""]
     assert [*line, "18.00", "28.00"] in rows
-    assert ["7B", "1", "512 to 640", "none", "4.06", "5.06", *[""] * 4] in rows
+    assert ["7B", "1", "512 to 640", "none", "4.06", "5.06", "1.25", *[""] * 4] in rows
     assert len(rows) == 2 * 2 * (2 + 5)
 
 
@@ -63,7 +65,67 @@ def test_decode_is_sorted_and_shows_the_newest_of_each_case(results):
     # Rivals of another commit say so.
     assert line[:4] == ["7B", "32", "512", "uniform (6)"]
     rivals = ["17.19 (abc)", "27.19 (abc)"]
-    assert line[4:] == ["6.00", "7.50", "+7.1 %", "7.40: missed", *rivals, "def"]
+    times = ["6.00", "7.50", "1.25", "+7.1 %", "7.40: missed"]
+    assert line[4:] == [*times, *rivals, "def"]
+
+
+def case_of(popularity, method, **changed):
+    """Return the case of 32 rows at context 512, some of its fields changed."""
+    case = {"shape": "7B", "rows": 32, "context": 512}
+    case |= {"popularity": popularity, "method": method}
+    case |= {"ranks": [] if method == "backbone" else [16]}
+    [record] = [r for r in made.decode_records() if case.items() <= r.items()]
+    return record | changed
+
+
+def test_rivals_say_in_which_way_they_are_not_as_ours(results):
+    device = case_of("uniform", "gather", launch_ms=15.0)
+    host = case_of("skewed", "gather", launch_ms=15.6, overlaps=False)
+    write(results, "decode", [*made.decode_records(), device, host])
+    rows = rows_of(readme_decode.decode(results))[2:]
+    cells = {row[3]: row[-2:] for row in rows if row[:3] == ["7B", "32", "512"]}
+    assert cells["uniform (6)"] == ["17.19", "27.19"]
+    assert cells["skewed (8)"] == [
+        "17.25 (launches in order, the host's time)",
+        "27.25",
+    ]
+
+
+def test_rivals_that_are_counted_otherwise_are_not_shown(results):
+    new = {"from_second_step": True, "commit": "def"}
+    ours = case_of("distinct", "ours", **new)
+    gather = case_of("distinct", "gather", **new)
+
+    def rivals(*records):
+        write(results, "decode", records)
+        rows = rows_of(readme_decode.decode(results))
+        [row] = [row for row in rows if row[:4] == ["7B", "32", "512", "distinct (32)"]]
+        return dict(zip(rows[0][9:], row[9:], strict=True))
+
+    old = made.decode_records()
+    assert rivals(*old) == {"XLA gather": "18.00", "group and swap": "28.00"}
+    names = {"XLA gather": "", "group and swap": "", "commit": "def"}
+    assert rivals(*old, ours) == names
+    assert rivals(*old, ours, gather) == names | {"XLA gather": "18.00"}
+    # What is not shown has no column, and no source either.
+    assert rivals(case_of("distinct", "gather"), ours) == {}
+    assert "commit abc" not in readme_decode.decode(results)
+
+
+def test_engines_do_not_mix_what_is_counted_otherwise(results):
+    old = made.decode_records()
+    [bare] = [r for r in old if r["rows"] == 32 and is_of_span(r, "none")]
+    write(results, "decode", [*old, bare | {"from_second_step": True, "step_ms": 6.5}])
+    rows = rows_of(readme_decode.engines(results))
+    assert ["7B", "32", "**punica-jax**", "**6.50**", "", ""] in rows
+    # Other models and rows are of other cases.
+    assert ["8B", "32", "**punica-jax**", "**7.00**", "**7.03**", "**8.00**"] in rows
+    assert ["7B", "1", "**punica-jax**", "**5.06**", "**5.09**", "**5.09**"] in rows
+
+
+def is_of_span(record, popularity):
+    wanted = {"shape": "7B", "context": peers.SPAN, "popularity": popularity}
+    return wanted.items() <= record.items()
 
 
 def test_others_are_quoted_beside_ours(results):
@@ -79,13 +141,148 @@ def test_others_are_quoted_beside_ours(results):
     assert len([row for row in rows if "punica" in row[2]]) == 4
 
 
-def test_ranks_and_products(results):
+def test_ranks(results):
     line = ["7B", "32", "512", "distinct (32)", "8, 16, 64", "8.00", "8.50"]
     line.append("8.76: met")
     assert rows_of(readme_decode.ranks(results))[2:] == [line]
-    header, _, cells = rows_of(readme_decode.products(results))
+
+
+def test_products(results):
+    header, _, *cells = rows_of(readme_kernels.products(results))
     assert header[2:] == ["XLA gather", "`ragged_dot`", "loop over adapters"]
-    assert cells == ["decode", "0.75 (6 of 6)", "0.79 (4 of 6)", "", "0.50 (6 of 6)"]
+    ratios = ["0.75 (6 of 6)", "0.79 (4 of 6)", "", "0.50 (6 of 6)"]
+    assert cells == [["decode", *ratios], ["all", *ratios]]
+
+
+def test_products_of_all_suites_and_of_steps(results):
+    cells = made.sgmv_records()
+    long = cells[-1] | {"cell": "long", "suite": "prefill", "ours_us": 12.0}
+    few = [cell | {"ours_rows_us": 4.0} for cell in cells if cell["rows"] == 1]
+    write(results, "sgmv", [*cells, long, *few])
+    _, _, *rows = rows_of(readme_kernels.products(results))
+    assert [row[:3] for row in rows] == [
+        ["decode", "0.75 (6 of 6)", "0.79 (4 of 6)"],
+        ["prefill", "1.50 (0 of 1)", "1.00 (0 of 1)"],
+        ["all", "0.83 (6 of 7)", "0.82 (4 of 7)"],
+        ["as in a step of up to 32 rows", "0.50 (2 of 2)", "1.33 (0 of 2)"],
+    ]
+
+
+def test_rivals_that_the_host_bounds_do_not_count(results):
+    cells = made.sgmv_records()
+    host = [cell | {"gather_launch_us": 0.91 * cell["gather_us"]} for cell in cells[:2]]
+    fine = [cell | {"gather_launch_us": 0.9 * cell["gather_us"]} for cell in cells[2:]]
+    write(results, "sgmv", [*host, *fine])
+    row = rows_of(readme_kernels.products(results))[2]
+    assert row[1:3] == ["0.75 (6 of 6)", "0.71 (3 of 4)"]
+
+
+def test_goals(results):
+    spans = [
+        record | {"vllm_none_ms": 7.26 if record["shape"] == "7B" else 8.0}
+        for record in made.decode_records()
+        if record["context"] == peers.SPAN
+    ]
+    steps = [r for r in made.decode_records() if r["context"] != peers.SPAN]
+    bare = case_of("none", "backbone", step_ms=6.6, commit="def")
+    write(results, "decode", [*spans, *steps, bare])
+    text = readme_decode.goals(results)
+    assert "commit abc, 2026-01-02; NVIDIA H200, JAX 0.0.1, commit def" in text
+    header, _, *rows = rows_of(text)
+    assert header == ["goal", "wanted", "measured", "met", "commit"]
+    assert [row[1:] for row in rows] == [
+        ["< 7.26 ms", "8.00 ms", "no", "abc"],
+        ["< 8.00 ms", "8.00 ms", "no", "abc"],
+        ["<= 1.15", "1.25", "no", "abc"],
+        ["<= 1.15", "1.10", "yes", "def"],
+        ["every cell", "6 of 6", "yes", "abc"],
+        ["<= 0.75", "0.75", "yes", "abc"],
+        ["every cell", "4 of 6", "no", "abc"],
+    ]
+    assert [row[0].split(":")[0].split(",")[0] for row in rows[:3]] == [
+        "7B",
+        "8B",
+        "7B",
+    ]
+
+
+def product_record(benchmark, method, **fields):
+    about = {"benchmark": benchmark, "width": 4096, "rows": 32, "method": method}
+    about |= {"us": 5.04, "launch_us": 3.0, "floor_us": 2.0}
+    return {**about, **fields, **made.WHERE}
+
+
+def test_small_benchmarks_have_tables_once_they_have_records(results):
+    tables = [readme_kernels.adapters, readme_kernels.loaded, readme_kernels.order]
+    tables += [readme_kernels.ceilings, readme_kernels.attention]
+    assert [table(results) for table in tables] == [""] * 5
+    adapters = [
+        product_record("adapters_op", "gather", adapters=32, launch_us=4.9),
+        product_record("adapters_op", "segments", adapters=32),
+        product_record("adapters_op", "segments", adapters=8, us=4.0),
+    ]
+    write(results, "adapters", adapters)
+    methods = ["punica-jax (segments)", "XLA gather"]
+    assert rows_of(readme_kernels.adapters(results)) == [
+        ["width", "rows", "adapters", "floor", *methods],
+        ["---"] * 6,
+        ["4096", "32", "8", "2.0", "4.0", ""],
+        ["4096", "32", "32", "2.0", "5.0", "5.0 (the host)"],
+    ]
+    orders = [
+        product_record("order", method, popularity=popularity, order=order)
+        for popularity in ("distinct", "uniform")
+        for order in ("sorted", "shuffled")
+        for method in ("segments", "per_row")
+    ]
+    write(results, "order", orders)
+    _, _, *rows = rows_of(readme_kernels.order(results))
+    assert [row[2:4] for row in rows] == [
+        ["uniform", "sorted"],
+        ["uniform", "shuffled"],
+        ["distinct", "sorted"],
+        ["distinct", "shuffled"],
+    ]
+    assert rows[0] == ["4096", "32", "uniform", "sorted", "2.0", "5.0", "5.0"]
+
+
+def test_steps_by_adapters_loaded(results):
+    steps = [
+        record | {"in_batch": min(record["adapters"], 32), "floor_ms": 5.0}
+        for record in made.adapters_records()
+        if record["benchmark"] == "adapters_step"
+    ]
+    write(results, "adapters", steps)
+    _, _, none, *_, most = rows_of(readme_kernels.loaded(results))
+    assert none == ["7B", "32", "0", "0", "5.00", "6.00", "1.20", ""]
+    assert most == ["7B", "32", "1000", "32", "5.00", "7.00", "1.40", "+16.7 %"]
+
+
+def test_attention_and_ceilings(results):
+    [ceilings] = made.ceiling_records()
+    new = ceilings | {"copied_mb": 1024, "width": 8192}
+    write(results, "ceilings", [new | {"bytes_per_s": 1e12}, new])
+    cells = rows_of(readme_kernels.ceilings(results))[2:]
+    assert cells == [["1024 MB", "4.00", "8192 x 8192", "780"]]
+    attention = {
+        "benchmark": "attention",
+        "case": "8b-32x1-512",
+        "seqs": 32,
+        **made.WHERE,
+    }
+    attention |= {"query_len": 1, "kv_len": 512, "us": 19.54, "floor_us": 15.7}
+    write(results, "attention", [attention | {"us": 1.0}, attention])
+    text = readme_kernels.attention(results)
+    assert "or all operations at 790 TFLOP/s" in text
+    assert rows_of(text)[2:] == [["8B", "32", "1", "512", "15.7", "19.5", "1.24"]]
+
+
+def test_plots_are_linked_from_the_root(results):
+    assert readme_decode.plots(results) == ""
+    (results / "order.png").touch()
+    [target] = re.findall(r"\((.+)\)", readme_decode.plots(results))
+    assert (ROOT / target).samefile(results / "order.png")
+    assert "](benchmarks/results/latency.png)" in readme_decode.plots(RESULTS)
 
 
 def test_profiles_are_the_last_and_the_first(results):

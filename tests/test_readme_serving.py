@@ -73,6 +73,28 @@ def test_churn(results):
     ]
 
 
+def test_scheduling_is_the_last_of_its_size(results):
+    about = {"benchmark": "scheduling", "policy": "fair_share", "case": "full"}
+    about |= {"running": 256, "waiting": 1000, "cpu": "A core", **made.WHERE}
+    records = [
+        {**about, "schedule_ms": 2.0, "step_ms": 3.0},
+        {**about, "schedule_ms": 1.0, "step_ms": 1.234},
+        {**about, "case": "shared", "schedule_ms": 0.456, "step_ms": 1.5},
+        {**about, "waiting": 9, "schedule_ms": 0.1, "step_ms": 0.2},
+    ]
+    text = "".join(json.dumps(record) + "\n" for record in records)
+    (results / "scheduling_cpu.jsonl").write_text(text)
+    text = readme_serving.scheduling(results)
+    assert text in readme_serving.measured(results)
+    assert "; A core):" in text
+    waits = "with one beginning, and sit down as rows are left"
+    assert lines_of(text) == [
+        "| policy | others wait | rows chosen | goal | met | all of it |",
+        "| fair share | for a seat | 1.00 | 1 | no | 1.23 |",
+        f"| fair share | {waits} | 0.46 | 1 | yes | 1.50 |",
+    ]
+
+
 def test_goals_are_the_last_ones_and_name_mixed_commits(results):
     records = made.serving_records()
     [goal] = [one for one in records if one.get("goal") == "tokens/s"]

@@ -35,7 +35,10 @@ def test_cases_are_timed(run):
 
 def test_all_cases_are_the_default(run, monkeypatch):
     timed = []
-    monkeypatch.setattr(sampling, "run_case", lambda *sizes: timed.append(sizes) or 1.0)
+    times = device_time.Times(median_s=1.0, launch_s=0.5)
+    monkeypatch.setattr(
+        sampling, "run_case", lambda *sizes: timed.append(sizes) or times
+    )
     monkeypatch.setattr(sampling, "filter_case", lambda rows, names: names)
     for name in ("greedy_case", "llm_case", "logprobs_case"):
         monkeypatch.setattr(sampling, name, lambda *sizes: "other")

@@ -59,6 +59,17 @@ def test_those_that_share_sit_down_as_soon_as_they_can():
         assert scheduler.num_waiting == num_waiting - 3
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", scheduling.POLICIES)
+@pytest.mark.parametrize("case", scheduling.CASES)
+def test_a_step_is_chosen_in_time(case, policy):
+    """Thrice the goal is allowed: the machine is any, and others use it."""
+    make = scheduling.POLICIES[policy]
+    bench = scheduling.Bench(case, make(), running=256, waiting=1000, tenants=100)
+    measured = scheduling.measure(bench, steps=100)
+    assert measured["schedule_ms"] < 3 * scheduling.GOAL_MS, measured
+
+
 def test_what_was_measured_meets_its_goal():
     path = Path(scheduling.__file__).parent / "results" / "scheduling_cpu.jsonl"
     records = {}

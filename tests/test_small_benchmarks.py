@@ -28,8 +28,8 @@ def run(monkeypatch, tmp_path):
     """Run a benchmark's `main` on a few words; returns its records."""
     monkeypatch.setitem(SHAPES, "tiny", TINY)
     monkeypatch.setattr(device_time, "_WINDOW_S", 1e-4)
-    monkeypatch.setattr(adapters, "_NUM_CALLS", 2)
-    monkeypatch.setattr(order, "_NUM_CALLS", 2)
+    monkeypatch.setattr(adapters, "_NUM_PAGES", 8)
+    monkeypatch.setattr(device_time, "COLD_BYTES", 1)
 
     def call(module, words=""):
         out = tmp_path / "records.jsonl"
@@ -68,15 +68,31 @@ def test_rows_spread_evenly_over_the_adapters():
 )
 def test_products_are_checked(method, monkeypatch):
     monkeypatch.setattr(device_time, "_WINDOW_S", 1e-4)
+    monkeypatch.setattr(device_time, "COLD_BYTES", 1)
     product = products.Product.random(num_pages=4, width=32, rows=3)
-    record = product.time([np.asarray([2, 0, 2])], method)
-    assert record["in_batch"] == 2 and record["us"] > 0
-    # A, B of two adapters of rank 16; x, y in and y out of three rows; bfloat16.
-    assert record["bytes"] == 2 * (2 * 16 * 64 + 3 * 3 * 32)
+    names = np.asarray([1, 0, 1])
+    record = product.time(names, method)
+    assert record["in_batch"] == 2 and record["us"] >= record["launch_us"] > 0
+    # A and B of two adapters of rank 16, bfloat16.
+    assert record["bytes"] == 2 * (2 * 16 * 64)
     assert record["flops"] == 2 * 3 * 16 * 64
     monkeypatch.setattr(products, "_MAX_ERROR", 1e-6)
     with pytest.raises(SystemExit, match=f"{method}: relative error"):
-        product.time([np.asarray([2, 0, 2])], method)
+        product.time(names, method)
+
+
+@pytest.mark.parametrize("num_adapters", [1, 2, 8, 64])
+def test_products_read_more_than_a_cache_holds(num_adapters):
+    product = products.Product(
+        a=np.broadcast_to(np.float16(0), (1024, 1, 16, 4096)),
+        b=np.broadcast_to(np.float16(0), (1024, 16, 4096)),
+        x=np.zeros((64, 4096), np.float16),
+    )
+    draws = product._draws(num_adapters)
+    assert all(len(set(pages)) == num_adapters for pages in draws.tolist())
+    # The bytes between two reads of a page; the L2 of an H200 has 60 MB.
+    distinct = len(np.unique(draws)) / num_adapters
+    assert distinct * product.num_bytes(num_adapters) > 100e6
 
 
 def test_commit(tmp_path):
@@ -114,7 +130,8 @@ def test_adapters(run):
     steps = [r for r in records if r["benchmark"] == "adapters_step"]
     assert [(r["adapters"], r["in_batch"]) for r in steps] == [(0, 0), (1, 1), (5, 3)]
     assert len({r["backbone_ms"] for r in steps}) == 1
-    assert len(records) == 3 + 2 * 2
+    products_of = [r["adapters"] for r in records if r not in steps]
+    assert products_of == [1, 1]  # five do not fit three rows
 
 
 @pytest.mark.slow
@@ -143,6 +160,11 @@ def test_attention_has_the_heads_of_the_named_shapes():
     for case in attention.CASES:
         assert (case.heads, case.kv_heads) == heads[case.name[:2].upper()]
     assert {case.name[:2].upper() for case in attention.CASES} == heads.keys()
+
+
+@pytest.mark.parametrize("case", attention.CASES, ids=lambda case: case.name)
+def test_attention_reads_more_than_an_l2_before_it_reads_again(case):
+    assert (case.num_sets - 1) * case.num_bytes > 60e6
 
 
 @pytest.mark.slow

@@ -1,0 +1,191 @@
+"""The README's tables of products, attention, and what a product depends on.
+
+Knows the result files' fields and nothing of how they were measured.
+"""
+
+import statistics
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from benchmarks import peers
+from benchmarks.attention import PEAK_FLOPS_PER_S
+from benchmarks.decode_goals import device_us
+from benchmarks.device_time import PEAK_BYTES_PER_S, is_host_bound
+from benchmarks.provenance import Record
+from benchmarks.readme_tables import (
+    FLOOR,
+    METHODS,
+    POPULARITIES,
+    by_record,
+    caption,
+    last_of,
+    load,
+    markdown,
+    over_none,
+)
+
+_ADAPTERS_FLOOR = (
+    "the floor is A and B of the adapters in the batch, read once at "
+    f"{PEAK_BYTES_PER_S / 1e12:g} TB/s"
+)
+
+
+def products(results: Path) -> str:
+    """The product alone against others' kernels and against JAX's own means."""
+    rows = last_of(load(results, "sgmv"), "cell")
+    rows = [row for row in rows if "ours_us" in row and row.get("peer_us")]
+    if not rows:
+        return ""
+    title = (
+        "One product `y += x A B`, our time over theirs: geometric mean, and in how "
+        "many cells ours is faster; rivals' times that are the host's left out"
+    )
+    others = f"peers: {peers.source(peers.KERNELS)}"
+    rivals = {"peer": "best existing kernel"}
+    rivals |= {name: METHODS[name] for name in ("gather", "ragged_dot", "loop")}
+    suites = dict.fromkeys(row["suite"] for row in rows)
+    lines = {name: [row for row in rows if row["suite"] == name] for name in suites}
+    cells = [
+        [name, *(_ratios(suite, "ours", rival) for rival in rivals)]
+        for name, suite in {**lines, "all": rows}.items()
+    ]
+    of_steps = [row for row in rows if "ours_rows_us" in row]
+    if of_steps:
+        ratios = (_ratios(of_steps, "ours_rows", rival) for rival in rivals)
+        cells.append(["as in a step of up to 32 rows", *ratios])
+    columns = ["suite", *rivals.values()]
+    return f"{caption(title, rows, others)}\n\n{markdown(columns, cells)}"
+
+
+def _ratios(rows: Iterable[Record], ours: str, rival: str) -> str:
+    ratios = [
+        row[f"{ours}_us"] / theirs for row in rows if (theirs := device_us(row, rival))
+    ]
+    won = sum(ratio < 1 for ratio in ratios)
+    if not ratios:
+        return ""
+    return f"{statistics.geometric_mean(ratios):.2f} ({won} of {len(ratios)})"
+
+
+def loaded(results: Path) -> str:
+    """What it costs a step that more adapters are loaded."""
+    rows = last_of(load(results, "adapters_step"), "shape", "rows", "adapters")
+    lines = [
+        (
+            row,
+            [
+                row["shape"],
+                row["rows"],
+                row["adapters"],
+                row["in_batch"],
+                f"{row['floor_ms']:.2f}",
+                f"{row['step_ms']:.2f}",
+                f"{row['step_ms'] / row['floor_ms']:.2f}",
+                over_none(row),
+            ],
+        )
+        for row in sorted(rows, key=lambda r: (r["shape"], r["rows"], r["adapters"]))
+    ]
+    title = (
+        "One decode step by adapters loaded, of which each step's rows use others, "
+        f"milliseconds; the floor is {FLOOR}"
+    )
+    columns = ["model", "rows", "loaded", "in the batch", "floor", "step"]
+    columns += ["over floor", "over no adapter"]
+    return by_record(title, columns, lines)
+
+
+def adapters(results: Path) -> str:
+    """One product by how many adapters its rows have."""
+    title = f"One product by its rows' adapters, microseconds; {_ADAPTERS_FLOOR}"
+    keys = ("width", "rows", "adapters")
+    rows = load(results, "adapters_op")
+    rows.sort(key=lambda row: [row[key] for key in keys])
+    return _by_method(title, keys, rows)
+
+
+def order(results: Path) -> str:
+    """One product by the order of a batch's rows."""
+    title = f"One product by the order of its rows, microseconds; {_ADAPTERS_FLOOR}"
+    rows = load(results, "order")
+    rows.sort(
+        key=lambda r: (r["width"], r["rows"], POPULARITIES.index(r["popularity"]))
+    )
+    return _by_method(title, ("width", "rows", "popularity", "order"), rows)
+
+
+def _by_method(title: str, keys: tuple[str, ...], rows: list[Record]) -> str:
+    """Return a table with a line for each case and a column for each method."""
+    cases: dict[tuple[Any, ...], dict[str, Record]] = {}
+    for row in rows:
+        cases.setdefault(tuple(row[key] for key in keys), {})[row["method"]] = row
+    methods = [name for name in METHODS if any(name in case for case in cases.values())]
+    lines = []
+    for case, found in cases.items():
+        first = next(iter(found.values()))
+        times = [_us(found[name]) if name in found else "" for name in methods]
+        lines.append((first, [*case, f"{first['floor_us']:.1f}", *times]))
+    columns = [*keys, "floor", *(METHODS[name] for name in methods)]
+    also = (row for found in cases.values() for row in found.values())
+    return by_record(title, columns, lines, also=also)
+
+
+def _us(row: Record) -> str:
+    host = is_host_bound(row["us"], row.get("launch_us", 0.0))
+    return f"{row['us']:.1f}{' (the host)' if host else ''}"
+
+
+def attention(results: Path) -> str:
+    """Paged attention of one layer."""
+    rows = last_of(load(results, "attention"), "case")
+    lines = [
+        (
+            row,
+            [
+                row["case"].split("-")[0].upper(),
+                row["seqs"],
+                row["query_len"],
+                row["kv_len"],
+                f"{row['floor_us']:.1f}",
+                f"{row['us']:.1f}",
+                f"{row['us'] / row['floor_us']:.2f}",
+            ],
+        )
+        for row in rows
+    ]
+    columns = ["model", "sequences", "rows of each", "context", "floor", "kernels"]
+    title = (
+        "Attention of one layer, microseconds by the profiler; the floor is "
+        f"{FLOOR}, or all operations at {PEAK_FLOPS_PER_S / 1e12:g} TFLOP/s where that "
+        "is longer"
+    )
+    return by_record(title, [*columns, "over floor"], lines)
+
+
+def ceilings(results: Path) -> str:
+    """What the device reaches."""
+    lines = [
+        (
+            row,
+            [
+                f"{row['copied_mb']} MB",
+                f"{row['bytes_per_s'] / 1e12:.2f}",
+                f"{row['width']} x {row['width']}",
+                f"{row['flops_per_s'] / 1e12:.0f}",
+            ],
+        )
+        for row in last_of(load(results, "ceilings"))
+    ]
+    columns = ["copy of", "TB/s, read and written", "product of", "TFLOP/s"]
+    return by_record("What the device reaches", columns, lines)
+
+
+PARTS: tuple[Callable[[Path], str], ...] = (
+    products,
+    loaded,
+    adapters,
+    order,
+    attention,
+    ceilings,
+)

@@ -1,6 +1,6 @@
 """What a sequence holds of its adapter, and who is asked for it.
 
-Plain Python: knows names, slots and versions of weights.
+Plain Python: knows sequences, names, slots and versions of weights.
 """
 
 import collections

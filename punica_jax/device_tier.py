@@ -23,7 +23,7 @@ class DeviceTier:
           registry: knows who is pinned, and what is to replace what.
           num_spare: slots that only a version takes that is to replace another one.
         """
-        self.table = table
+        self._table = table
         self._registry = registry
         self._num_spare = num_spare
         self._versions: dict[Version, None] = {}
@@ -50,7 +50,7 @@ class DeviceTier:
 
     def add(self, version: Version, rank: int) -> Placement:
         """Give a version its slot and pages; there must be room for it."""
-        placed = self.table.allocate(version.key, version.num_pages, rank)
+        placed = self._table.allocate(version.key, version.num_pages, rank)
         version.placement, self._versions[version] = placed, None
         return placed
 
@@ -58,9 +58,9 @@ class DeviceTier:
         """Take a version off the device; no row of a step in flight names it."""
         assert version.placement is not None and not version.num_users
         if version.ready:
-            self.table.free(version.key)
+            self._table.free(version.key)
         else:
-            self.table.cancel(version.placement)
+            self._table.cancel(version.placement)
         version.placement, version.ready = None, False
         del self._versions[version]
 
@@ -91,7 +91,7 @@ class DeviceTier:
             # What replaces and what is replaced are those that the spare ones are for.
             both = (*registry.candidates, *registry.retired)
             num_spare = self._num_spare - sum(one in self._versions for one in both)
-        return self.table.would_fit(num_pages, placements, num_spare=max(num_spare, 0))
+        return self._table.would_fit(num_pages, placements, num_spare=max(num_spare, 0))
 
     def _is_idle(self, version: Version) -> bool:
         is_pinned = version in self._registry.pinned

@@ -5,6 +5,7 @@ Knows its sequences and the asker's event loop; nothing of steps.
 
 import asyncio
 import copy
+import dataclasses
 from collections.abc import Sequence
 
 from punica_jax.request import RequestError, SamplingParams, Terms
@@ -86,12 +87,17 @@ class EngineRequest:
     @property
     def state(self) -> RequestState:
         first = self.sequences[0]
+        samples = [sequence.state for sequence in self.sequences]
+        # One that has not begun goes on under the weights of those that have.
+        digest = next(filter(None, (one.adapter_digest for one in samples)), None)
         return RequestState(
             prompt_token_ids=tuple(first.tokens[: first.num_prompt]),
             adapter=first.adapter,
             sampling=self.sampling,
             terms=self.terms,
-            samples=tuple(sequence.state for sequence in self.sequences),
+            samples=tuple(
+                dataclasses.replace(one, adapter_digest=digest) for one in samples
+            ),
         )
 
 

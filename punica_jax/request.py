@@ -289,7 +289,8 @@ class Terms:
     """How a request is treated among others.
 
     Attributes:
-        priority: requests of a higher one are seated first.
+        priority: requests of a higher one are seated first, and their prompts pass
+            those that have begun.
         tenant: on whose account it runs, where a policy keeps accounts.
         first_token_s: seconds from its arrival in which its first token should come; a
             target that a policy may order by. None is the policy's own.

@@ -25,9 +25,9 @@ MAX_STAGED = 2
 # A flood of requests for an adapter that cannot be had is refused without a look at its
 # files; a request that comes later finds them mended.
 RETRY_S = 1.0
-# Others that come to the device while one that is to stay waits for room in vain: each
-# may take what has become free, and never leave enough.
-_MAX_OVERTAKES = 32
+# Claims of others while one that is to stay waits for room that they have: they may
+# take what becomes free, or keep what they have, and never leave enough.
+_MAX_OVERTAKES = 64
 
 
 class AdapterResidence(AdapterRegistry):
@@ -69,7 +69,8 @@ class AdapterResidence(AdapterRegistry):
             "examine": self._take_examined,
         }
         self._renames: list[tuple[Any, Any]] = []
-        self._is_short = False  # whether one that is to stay waits for others' users
+        self._lacking: set[Version] = set()  # that are to stay, and found no room
+        self._is_short = False  # whether others' users have that room
         self._num_overtakes = 0
 
     @property
@@ -99,8 +100,13 @@ class AdapterResidence(AdapterRegistry):
         version.forgive(after_s=RETRY_S)
         if version.error is not None:
             raise version.error
+        makes_way = self._is_short and version not in self.pinned
+        if makes_way and self._num_overtakes >= _MAX_OVERTAKES:
+            version.lacks_room = True
+            return None
         if version.placement is None and not self._place(version):
             return None
+        self._num_overtakes += makes_way
         version.num_users += 1
         self._placed.touch(version)
         self._on_host.touch(version)
@@ -195,12 +201,11 @@ class AdapterResidence(AdapterRegistry):
         Thousands may wait: once somebody lacks a slot, or room for so many pages, no
         other is tried, or read, that needs as much.
         """
-        self._may_bring = self._is_short = False
+        self._may_bring = False
         for version in filter(self._is_absent, list(self.candidates)):
             try:
                 if version in self.pinned:
                     self._place(version)
-                    self._is_short |= version.lacks_room
             except AdapterCapacityError as error:
                 if version.error is None:  # who loads it is told
                     self._fail(version, error)
@@ -209,15 +214,20 @@ class AdapterResidence(AdapterRegistry):
             if version in self.candidates or version.num_pages in lacking:
                 continue
             if self._placed.idle_for(version, {}) is None:
-                self._is_short |= self._placed.fits_beside_pinned(version)
+                self._lacking.add(version)
                 break  # no slot: nor is there one for those that follow
             with contextlib.suppress(AdapterCapacityError):  # until there are fewer
                 self._place(version, reads_ahead=False)
-                self._is_short |= version.lacks_room
             if self._is_absent(version):
                 if not version.lacks_room:
                     break  # enough are on their way: they come before
                 lacking.append(version.num_pages)
+        self._lacking = {
+            version
+            for version in self._lacking & self.pinned.keys()
+            if version.placement is None and version.error is None
+        }
+        self._is_short = any(map(self._placed.fits_beside_pinned, self._lacking))
         if not self._is_short:
             self._num_overtakes = 0
 
@@ -240,10 +250,6 @@ class AdapterResidence(AdapterRegistry):
         if version.asked_s is None:
             version.asked_s = time.monotonic()
         if self._tasks.is_moving(version):
-            return False
-        is_to_stay = version in self.pinned
-        if not is_to_stay and self._num_overtakes >= _MAX_OVERTAKES:
-            version.lacks_room = True
             return False
         num_pages = version.num_pages
         if version.host is None:
@@ -268,6 +274,8 @@ class AdapterResidence(AdapterRegistry):
         if leaving is None:
             self._on_host.touch(version)  # it would only be read again
             version.lacks_room = True
+            if version in self.pinned:
+                self._lacking.add(version)
             if not self._placed.fits_beside_pinned(version):
                 raise AdapterCapacityError(
                     f"adapter {version.name!r} does not fit beside the "
@@ -278,7 +286,6 @@ class AdapterResidence(AdapterRegistry):
         for one in leaving:
             self._placed.remove(one)
             one.stats.num_evictions += 1
-        self._num_overtakes += self._is_short and not is_to_stay
         placed = self._placed.add(version, host.rank)
         stage = functools.partial(self._device.stage, host, placed.slot, placed.pages)
         self._tasks.start(version, "stage", stage)

@@ -21,7 +21,7 @@ class Scheduler:
     """The sequences of one device: those that wait, and those that have a seat.
 
     A step's rows go to the sequences that decode, one each, so that prompts never stall
-    them; then to the prompts that have a seat, in chunks; then to those that wait, as
+    them; then to prompts, those that have a seat in chunks and those that can sit, as
     the policy orders them. Who waits for an adapter is overtaken by those whose adapter
     is there; where it is room that its adapter lacks, only `max_overtakes` times: then
     nobody claims one before it does.
@@ -229,9 +229,6 @@ class Scheduler:
         is_closed = False
         num_left = len(self._free_seats)  # seats that are meant for nobody yet
         coming: dict[Hashable, set[bytes]] = collections.defaultdict(set)
-        if num_left and budget:
-            for sequence in prompts:
-                self._note_coming(sequence, coming)
         for num_seen, sequence in enumerate(self._policy):
             may_sit = num_left > 0 and budget > 0
             if not may_sit and num_seen >= self.max_seats:
@@ -258,7 +255,9 @@ class Scheduler:
             elif resident.ready and may_sit:
                 place = self._policy.key(sequence)
                 while begun and self._policy.key(begun[0]) <= place:
-                    budget -= _give_rows(begun.popleft(), scheduled, budget)
+                    budget -= _give_rows(begun[0], scheduled, budget)
+                    # Who is passed may take long: nobody waits for its pages.
+                    self._note_coming(begun.popleft(), coming)
                 if not budget:
                     continue
                 num_left -= 1

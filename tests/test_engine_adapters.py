@@ -516,6 +516,16 @@ def resume(engine, state):
     return run(completions(engine.resume(state), is_whole=False))
 
 
+def test_samples_that_never_sat_go_on_under_the_weights_of_the_others(engine, root):
+    load(engine, "name", root / "adapters" / "a")
+    know_digests(engine)
+    sampling = dataclasses.replace(LONG, n=7, temperature=1.0, seed=5)
+    state = run(exported(engine, sampling))
+    assert {len(sample.token_ids) > 0 for sample in state.samples} == {True, False}
+    [digest] = {sample.adapter_digest for sample in state.samples}
+    assert digest is not None
+
+
 def test_a_request_goes_on_under_its_own_weights_alone(engine, root, alone):
     load(engine, "name", root / "adapters" / "a")
     know_digests(engine)

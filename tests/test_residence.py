@@ -1,6 +1,7 @@
 """Adapters between disk, host and device, under any sequence of calls."""
 
 import itertools
+import random
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from typing import Any
@@ -710,39 +711,77 @@ def test_what_cannot_be_copied(place: Setting):
     assert place.use("x") is version and version.error is None
 
 
+@pytest.mark.parametrize("copy_turns", [0, 3])
 @pytest.mark.parametrize("kind", ["candidate", "pinned"])
-def test_one_that_is_to_stay_gets_its_room_while_others_come_and_go(kind: str):
-    place = Setting(host_bytes=1000, num_slots=3, num_spare=1)
-    residence = place.residence
-    for number in range(6):
+@pytest.mark.parametrize("host_bytes", [20, 1000])
+def test_one_that_is_to_stay_gets_its_room_while_others_come_and_go(
+    kind: str, copy_turns: int, host_bytes: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setitem(PAGES, "qkv", 12)
+    place = Setting(host_bytes=host_bytes, num_slots=8, num_spare=1)
+    residence, rng = place.residence, random.Random(0)
+    for number in range(20):
         place.add(f"a{number}", FakeHost(f"a{number}", (2, 0)))
-        place.use(f"a{number}")  # it is in host memory from now on
+        place.use(f"a{number}")
     names = itertools.cycle(residence.snapshot())
-    held = [place.hold(next(names)) for _ in range(3)]
-    large = FakeHost("large", (4, 0))
+    held = [place.hold(next(names)) for _ in range(6)]
+    large = FakeHost("large", (8, 0))
     if kind == "pinned":
         version = place.add("large", large, is_pinned=True)
     else:
         version = residence.prepare("large", lambda: large)
         residence.want(version)
-    place.settle()
-    turns, waiting = 0, next(names)
+    waiting = [next(names) for _ in range(6)]
+
+    def turn() -> None:
+        if place.executor.waiting and rng.randrange(copy_turns + 1) == 0:
+            place.executor.finish()
+        residence.poll()
+        ready = [one for one in held if one.ready]
+        if ready and rng.random() < 0.3:
+            held.remove(one := rng.choice(ready))
+            residence.release(one)
+        for name in list(waiting):
+            claimed: Any = residence.claim(name)
+            if claimed is not None:
+                held.append(claimed)
+                waiting.remove(name)
+                waiting.append(next(names))
+            elif residence.lacks_room(name):
+                break
+        residence.check_integrity()
+
+    turns = 0
     while not version.ready:
         turns += 1
-        assert turns < 200
-        if held:
-            residence.release(held.pop(0))
-        one: Any = residence.claim(waiting)
-        place.settle()
-        if one is not None:
-            held.append(one)
-            waiting = next(names)
-        residence.check_integrity()
+        assert turns < 1500
+        turn()
     assert turns > 30  # others are not kept waiting at once
-    for one in held:
-        residence.release(one)
-    place.use(waiting)  # nor for ever
-    place.use(next(names))
+    first = waiting[0]
+    while first in waiting[:1]:  # nor for ever
+        turns += 1
+        assert turns < 2000
+        turn()
+
+
+def test_one_that_is_to_stay_gets_the_room_of_those_that_are_always_in_use():
+    place = Setting(host_bytes=1000, num_spare=1)
+    residence = place.residence
+    for name in "abc":
+        place.add(name, FakeHost(name, (2, 0)))
+    held: dict[str, Any] = {name: place.hold(name) for name in "abc"}
+    version = place.add("large", FakeHost("large", (4, 0)), is_pinned=True)
+    for number in range(1000):
+        # The next request for each comes before the last one has ended.
+        name = "abc"[number % 3]
+        newer = residence.claim(name)
+        if (older := held[name]) is not None:
+            residence.release(older)
+        held[name] = newer
+        place.settle()
+        if version.ready:
+            break
+    assert version.ready
 
 
 def test_what_never_fits_beside_the_pinned_keeps_nobody_waiting():

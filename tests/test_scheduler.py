@@ -484,6 +484,23 @@ class TestSharing:
         scheduled = simulation.scheduler.schedule(may_preempt=False)
         assert dict(scheduled or ()) == {first: 1, second: 1}
 
+    @pytest.mark.parametrize("policy", POLICIES)
+    def test_nobody_waits_for_a_page_of_one_that_all_pass(self, policy):
+        simulation = Simulation(
+            num_pages=2000, max_seats=64, max_rows=64, policy=policy
+        )
+        urgent = make_sequence([1] * 200, num_new=1, priority=2)
+        simulation.add(make_sequence([1] * 1000, num_new=1, first_token_s=1e9))
+        simulation.step()
+        simulation.add(urgent)
+        for number in range(20):
+            others = [[3 + number % 3, 3 + n] * 40 for n in range(2)]
+            simulation.add(*[make_sequence(o, num_new=1, priority=1) for o in others])
+            simulation.step()
+        assert urgent.is_over
+        simulation.run()
+        simulation.check_idle()
+
     def test_seats_are_kept_for_those_that_wait_for_a_page(self):
         """Else each step would ask all who wait, and others would take their seats."""
         simulation = Simulation(num_pages=400, max_seats=6, max_rows=100)

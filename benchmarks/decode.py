@@ -237,7 +237,7 @@ def run_cases(
             record = judge(record, bare)
             if method == "ours" and len(case.ranks) == 1:
                 of_one_rank[case.popularity, case.ranks[0]] = record
-            elif method == "ours":
+            elif method == "ours" and len(set(case.adapter_ranks)) > 1:
                 least = of_one_rank[case.popularity, min(case.ranks)]
                 record = judge_ranks(record, least)
             yield record

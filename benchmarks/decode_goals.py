@@ -191,11 +191,12 @@ def _products(cells: Sequence[Record]) -> Iterator[Goal]:
 
 
 def _in_every_cell(
-    what: str, cells: Iterable[Record], rival: str, slack: float = 1.0
+    what: str, cells: Iterable[Record], rival: str, slack: float = 0.0
 ) -> Iterator[Goal]:
-    """Judge whether we take less than `slack` times a rival wherever it is known."""
+    """Judge whether we take less than a rival, or at most `slack` times its time."""
     known = [cell for cell in cells if device_us(cell, rival)]
-    won = [c for c in known if c.get("ours_us", math.inf) < slack * c[f"{rival}_us"]]
+    pairs = [(cell.get("ours_us", math.inf), cell[f"{rival}_us"]) for cell in known]
+    won = [ours for ours, us in pairs if ours < us or ours <= slack * us]
     if known:
         yield Goal(
             what=f"one product, {what}",

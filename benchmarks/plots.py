@@ -9,7 +9,6 @@ import argparse
 import collections
 import contextlib
 import itertools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,9 +19,13 @@ from matplotlib.figure import Figure
 from matplotlib.text import Annotation
 from matplotlib.transforms import Bbox
 
-from benchmarks.device_time import is_host_bound
 from benchmarks.provenance import RESULTS, Record, load, source
-from benchmarks.readme_tables import METHODS, POPULARITIES, counted_alike
+from benchmarks.readme_tables import (
+    METHODS,
+    POPULARITIES,
+    counted_alike,
+    is_of_device,
+)
 from benchmarks.serving_goals import LEAST_OVER_SWAP
 
 Records = Sequence[Record]
@@ -58,14 +61,7 @@ def choose(records: Records, benchmark: str, **fields: Any) -> list[Record]:
         if record["benchmark"] == benchmark
         and all(record.get(name) == value for name, value in fields.items())
     }
-    chosen = [
-        one
-        for one in found.values()
-        if not is_host_bound(
-            one.get("us", one.get("step_ms", math.inf)),
-            one.get("launch_us", one.get("launch_ms", 0.0)),
-        )
-    ]
+    chosen = [one for one in found.values() if is_of_device(one)]
     if not chosen:
         wanted = ", ".join(f"{name} {value}" for name, value in fields.items())
         raise NothingToDraw(f"no records of {benchmark} {wanted}".strip())

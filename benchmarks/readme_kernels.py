@@ -24,6 +24,7 @@ from benchmarks.readme_tables import (
     markdown,
     over_none,
 )
+from punica_jax.pallas_kernels import MAX_PROJECT_ROWS
 
 _ADAPTERS_FLOOR = (
     "the floor is A and B of the adapters in the batch, read once at "
@@ -53,7 +54,7 @@ def products(results: Path) -> str:
     of_steps = [row for row in rows if "ours_rows_us" in row]
     if of_steps:
         ratios = (_ratios(of_steps, "ours_rows", rival) for rival in rivals)
-        cells.append(["as in a step of up to 32 rows", *ratios])
+        cells.append([f"as in a step of up to {MAX_PROJECT_ROWS} rows", *ratios])
     columns = ["suite", *rivals.values()]
     return f"{caption(title, rows, others)}\n\n{markdown(columns, cells)}"
 

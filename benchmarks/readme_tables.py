@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import provenance
-from benchmarks.device_time import PEAK_BYTES_PER_S
+from benchmarks.device_time import PEAK_BYTES_PER_S, is_host_bound
 from benchmarks.provenance import ROOT, Record, source
 from punica_jax.pallas_kernels import shapes
 
@@ -79,6 +79,17 @@ def load(results: Path, benchmark: str) -> list[Record]:
 def last_of(rows: Iterable[Record], *keys: str) -> list[Record]:
     """Return the last record of each case, in the order of the first."""
     return list({str([row[key] for key in keys]): row for row in rows}.values())
+
+
+def is_of_device(record: Record) -> bool:
+    """Tell whether a record's time, or ours in it, is not that of the host."""
+    times = (("us", "launch_us"), ("ours_us", "ours_launch_us"))
+    times += (("step_ms", "launch_ms"),)
+    return not any(
+        is_host_bound(record[time], record.get(launch, 0.0))
+        for time, launch in times
+        if time in record
+    )
 
 
 def from_second_step(record: Record) -> bool:

@@ -177,6 +177,7 @@ class Cases:
                 loads.append((answer, time.monotonic()))
 
         asyncio.run(server.serve(self._decoding(others), beside, ask()))
+        tasks.shutdown()
         for tier in ("disk", "host"):
             found = [(one, end_s) for one, end_s in loads if one.tier == tier]
             times = [1e3 * (one.seated_s - one.asked_s) for one, _ in found]
@@ -209,17 +210,19 @@ class Cases:
             steps, answers = self._steady(server, requests)
         else:
             awake: queue.SimpleQueue[None] = queue.SimpleQueue()
+            tasks = Tasks.threads(functools.partial(awake.put, None))
             residence = on_disk(
                 self.bench,
                 folder,
                 [f"a{number}" for number in range(num_adapters)],
-                Tasks.threads(functools.partial(awake.put, None)),
+                tasks,
                 num_slots=num_slots,
                 host_bytes=host_adapter_bytes(None),
                 empty=self._empty,
             )
             server = Server(self.bench, self.sizes, residence, awake=awake)
             steps, answers = self._steady(server, requests)
+            tasks.shutdown()
         # The first ones began with what others had generated.
         new = [one for one in answers if one.request.number >= self._seats]
         record = {

@@ -180,16 +180,23 @@ def test_adapter_bytes_are_those_of_a_7b_model():
 
 
 class SlowToStart:
-    """A device of 10 ms a step; launches take 1 ms, the first after a wait 30."""
+    """A device of 10 ms a step; launches take 1 ms, the first after a wait 30.
+
+    When 14 steps are on their way, a launch waits for the first of them.
+    """
 
     def __init__(self, now_s=0.0):
         self.now_s = self.ends_s = now_s
         self.has_waited = True
+        self._on_their_way = []
         self.adapters = SimpleNamespace(pools=None)
 
     def forward(self, batch):
         self.now_s += 0.030 if self.has_waited else 0.001
+        if len(self._on_their_way) == 14:
+            self.now_s = max(self.now_s, self._on_their_way.pop(0))
         self.ends_s = max(self.ends_s, self.now_s) + 0.010
+        self._on_their_way.append(self.ends_s)
         self.has_waited = False
         return SimpleNamespace(block_until_ready=partial(self._wait, self.ends_s))
 
@@ -206,7 +213,7 @@ def test_a_first_step_is_launched_before_the_clock_starts(monkeypatch):
     device = bench.runner = SlowToStart()
     monkeypatch.setattr(bench_model.time, "perf_counter", lambda: device.now_s)
     batches = [SimpleNamespace(bucket=0), SimpleNamespace(bucket=1)]
-    times = bench.time(batches, None, num_steps=10, repeats=3)
+    times = bench.time(batches, None, num_steps=40, repeats=3)
     assert times.low_s == pytest.approx(0.020) and times.high_s == times.low_s
     assert times.launch_s == pytest.approx(0.002)
     assert times.median_s == times.low_s

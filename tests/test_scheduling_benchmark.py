@@ -63,20 +63,25 @@ def test_those_that_share_sit_down_as_soon_as_they_can():
 @pytest.mark.parametrize("policy", scheduling.POLICIES)
 @pytest.mark.parametrize("case", scheduling.CASES)
 def test_a_step_is_chosen_in_time(case, policy):
-    """Thrice the goal is allowed: the machine is any, and others use it."""
+    """Six times what was measured is allowed: machines differ, and others use them."""
     make = scheduling.POLICIES[policy]
     bench = scheduling.Bench(case, make(), running=256, waiting=1000, tenants=100)
     measured = scheduling.measure(bench, steps=100)
-    assert measured["schedule_ms"] < 3 * scheduling.GOAL_MS, measured
+    assert measured["schedule_ms"] < 6 * recorded()[policy, case]["schedule_ms"]
 
 
-def test_what_was_measured_meets_its_goal():
+def recorded():
     path = Path(scheduling.__file__).parent / "results" / "scheduling_cpu.jsonl"
     records = {}
     for line in path.read_text().splitlines():
         record = json.loads(line)
         records[record["policy"], record["case"]] = record
+    return records
+
+
+def test_what_was_measured_meets_its_goal():
+    records = recorded()
     assert records.keys() == set(product(scheduling.POLICIES, scheduling.CASES))
     for cell, record in records.items():
         assert (record["running"], record["waiting"]) == (256, 1000)
-        assert record["schedule_ms"] <= scheduling.GOAL_MS == 1.0, cell
+        assert record["schedule_ms"] < scheduling.GOAL_MS == 1.0, cell

@@ -60,6 +60,18 @@ def test_a_product_with_a_norm_fused_to_it_is_a_product():
     assert where.group_of("fusion", [norm, product]) == "base products"
 
 
+def test_the_first_step_is_parted_from_the_others():
+    steps = [
+        event(name, start_ns, 2)
+        for number in range(3)
+        for name, start_ns in (("a", 10 * number), ("b", 10 * number + 4))
+    ]
+    once = event("memcpy", 21, 1)
+    others, start_ns = where.without_first([*steps[:5], once, steps[5]], 3)
+    assert others == [*steps[2:5], once, steps[5]] and start_ns == 6
+    assert where.without_first([once], 3) == ([once], None)
+
+
 def test_summary_adds_up():
     steps = [
         event("lora_shrink", 0, 10_000),

@@ -764,6 +764,21 @@ def test_one_that_is_to_stay_gets_its_room_while_others_come_and_go(
         turn()
 
 
+def test_a_pin_that_cannot_come_is_logged(
+    place: Setting, caplog: pytest.LogCaptureFixture
+):
+    def read() -> FakeHost:
+        raise OSError("no such file")
+
+    place.residence.register("x", read, is_pinned=True)
+    place.settle()
+    assert "adapter 'x' cannot be loaded: no such file" in caplog.text
+    assert "digest" not in caplog.text
+    place.add("y", FakeHost("y", is_examinable=False))
+    place.use("y")
+    assert "y (version 2) has no digest, so no shared pages" in caplog.text
+
+
 def test_one_that_is_to_stay_gets_the_room_of_those_that_are_always_in_use():
     place = Setting(host_bytes=1000, num_spare=1)
     residence = place.residence

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import decode_goals, peers, readme_kernels
-from benchmarks.device_time import is_host_bound
 from benchmarks.provenance import RESULTS, ROOT, Record
 from benchmarks.readme_tables import (
     FLOOR,
@@ -20,6 +19,7 @@ from benchmarks.readme_tables import (
     caption,
     counted_alike,
     from_second_step,
+    is_of_device,
     last_of,
     load,
     markdown,
@@ -116,7 +116,7 @@ def _rival(row: Record, rival: Record | None) -> str:
         notes.append(rival["commit"])
     if not rival.get("overlaps", True):
         notes.append("launches in order")
-    if is_host_bound(rival["step_ms"], rival.get("launch_ms", 0.0)):
+    if not is_of_device(rival):
         notes.append("the host's time")
     return f"{rival['step_ms']:.2f}" + (f" ({', '.join(notes)})" if notes else "")
 

@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks import peers
 from benchmarks.attention import PEAK_FLOPS_PER_S
 from benchmarks.decode_goals import device_us
-from benchmarks.device_time import PEAK_BYTES_PER_S, is_host_bound
+from benchmarks.device_time import PEAK_BYTES_PER_S
 from benchmarks.provenance import Record
 from benchmarks.readme_tables import (
     FLOOR,
@@ -19,6 +19,7 @@ from benchmarks.readme_tables import (
     POPULARITIES,
     by_record,
     caption,
+    is_of_device,
     last_of,
     load,
     markdown,
@@ -133,7 +134,7 @@ def _by_method(title: str, keys: tuple[str, ...], rows: list[Record]) -> str:
 
 
 def _us(row: Record) -> str:
-    host = is_host_bound(row["us"], row.get("launch_us", 0.0))
+    host = not is_of_device(row)
     return f"{row['us']:.1f}{' (the host)' if host else ''}"
 
 

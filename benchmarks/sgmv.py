@@ -113,7 +113,7 @@ METHODS: dict[str, tuple[Callable[..., sgmv_rivals.Problem], Callable[..., Array
     "loop": (sgmv_rivals.loop_problem, sgmv_rivals.launch_loop),
 }
 # Those of others' run: their best kernel, and PyTorch's loop over adapters.
-_RIVALS = ("peer", "peer_loop", *list(METHODS)[2:])
+_RIVALS = ("peer", "peer_loop", *(name for name in METHODS if name not in OURS))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -171,7 +171,7 @@ def ceilings(results: Path) -> str:
         (
             row,
             [
-                f"{row['copied_mb']} MB",
+                f"{row['read_mb']} MB",
                 f"{row['bytes_per_s'] / 1e12:.2f}",
                 f"{row['width']} x {row['width']}",
                 f"{row['flops_per_s'] / 1e12:.0f}",
@@ -179,7 +179,7 @@ def ceilings(results: Path) -> str:
         )
         for row in last_of(load(results, "ceilings"))
     ]
-    columns = ["copy of", "TB/s, read and written", "product of", "TFLOP/s"]
+    columns = ["sums of", "TB/s read", "product of", "TFLOP/s"]
     return by_record("What the device reaches", columns, lines)
 
 

@@ -19,9 +19,9 @@ from punica_jax.pallas_kernels._dispatch import resolve
 from punica_jax.pallas_kernels._norm import NormedRows
 from punica_jax.pallas_kernels._pool import RANK_PAGE, LoraPool
 from punica_jax.pallas_kernels._segments import (
+    DEFAULT_BLOCK_ROWS,
     MAX_KERNEL_ROWS,
     Segments,
-    default_block_rows,
     segment_metadata_kernel,
 )
 from punica_jax.pallas_kernels._sgmv_config import add_splits
@@ -34,7 +34,7 @@ def segment_metadata(
     weights: Float[Array, "rows"] | Float[Array, "rows passes"] | None = None,
     *,
     num_slots: int,
-    block_rows: int | None = None,
+    block_rows: int = DEFAULT_BLOCK_ROWS,
     implementation: str | None = None,
 ) -> Segments:
     """Group a batch's rows by adapter, once a step.
@@ -44,10 +44,9 @@ def segment_metadata(
         axis, several slots a row, whose products are added in order.
       weights: float32 factor of each row's (each entry's) product; None means 1.
       num_slots: slots the pools have.
-      block_rows: most rows of a tile, a power of two, at least 16; None chooses by the
-        number of rows. It chooses speed only: a row's result does not depend on it.
-        The XLA form always takes 16, for XLA's products on a CPU sum in an order that
-        depends on their shape.
+      block_rows: most rows of a tile, a power of two, at least 16. It chooses speed
+        only: a row's result does not depend on it. The XLA form always takes 16, for
+        XLA's products on a CPU sum in an order that depends on their shape.
       implementation: see `resolve`. Beyond 8192 rows the kernel gives way to XLA's
         sort.
 
@@ -69,8 +68,6 @@ def segment_metadata(
         )
     if num_slots < 1:
         raise ValueError(f"num_slots must be at least 1, got {num_slots}")
-    if block_rows is None:
-        block_rows = default_block_rows(slots.shape[0])
     if block_rows < 16 or block_rows & (block_rows - 1):
         raise ValueError(
             f"block_rows must be a power of two of at least 16, got {block_rows}"

@@ -124,11 +124,10 @@ class _Shrinks:
 
     @classmethod
     def of(cls, pool: LoraPool, segments: Segments) -> "_Shrinks":
-        pages_and_rows = pool.page_table.shape[1], segments.block_rows
         return cls(
             num_tiles=segments.num_tiles,
             block_rows=segments.block_rows,
-            config=shrink_config(pool.d_in, pool.dtype, *pages_and_rows),
+            config=shrink_config(pool.d_in, pool.dtype, pool.page_table.shape[1]),
         )
 
     @property

@@ -36,6 +36,9 @@ from punica_jax.pallas_kernels._sgmv_config import add_splits
 # 3.9.
 _BLOCK_N = 128
 _GATED_BLOCK_N = 256
+# Of B, where an adapter has further pages: 96 registers a lane. In a step of 32 rows of
+# ranks 8, 16 and 64 all expands take 1.72 ms one page after the other, so 1.51.
+_HELD_BYTES = 12 * 1024
 _PARAMS = plgpu.CompilerParams(num_warps=1, num_stages=1)
 
 # Some columns of each of some modules.
@@ -105,31 +108,45 @@ class _Row:
             v = v if weight is None else v * weight
             return v.astype(b_ref.dtype).astype(jnp.float32)[:, None]
 
-        def add_page(index, page, sums):
+        def add_pages(places, sums):
             # All loads are ahead of what waits for one.
             loaded = []
-            for module, own, at in zip(modules, pages, columns, strict=True):
-                there = index < own.count
-                b = [load_b(page, there, column) for column in at]
-                loaded.append((load_v(module, index, there), b))
-            return [
-                [
-                    y + (v * b.astype(jnp.float32)).sum(axis=0)
-                    for y, b in zip(ys, bs, strict=True)
+            for index, page in places:
+                for n, (module, own) in enumerate(zip(modules, pages, strict=True)):
+                    there = index < own.count
+                    b = [load_b(page, there, column) for column in columns[n]]
+                    loaded.append((n, load_v(module, index, there), b))
+            sums = list(sums)
+            for n, v, bs in loaded:
+                pairs = zip(sums[n], bs, strict=True)
+                sums[n] = [
+                    y + (v * b.astype(jnp.float32)).sum(axis=0) for y, b in pairs
                 ]
-                for ys, (v, bs) in zip(sums, loaded, strict=True)
-            ]
+            return sums
 
-        sums = add_page(jnp.int32(0), pages[0].page, sums)
+        sums = add_pages([(jnp.int32(0), pages[0].page)], sums)
         if pages[0].max_count == 1:
             return sums
         most = functools.reduce(jnp.maximum, [own.count for own in pages])
+        at_once = _pages_at_once(columns, b_ref.dtype, pages[0].max_count - 1)
 
-        def add_next(index, sums):
-            page = pages[0].first + page_table_ref[pages[0].slot, index]
-            return add_page(index, page, sums)
+        def add_next(turn, sums):
+            places = []
+            for i in range(at_once):
+                index = 1 + turn * at_once + i
+                there = index < pages[0].max_count
+                page = load(page_table_ref.at[pages[0].slot, index], there)
+                places.append((index, pages[0].first + page))
+            return add_pages(places, sums)
 
-        return lax.fori_loop(1, most, add_next, sums)
+        return lax.fori_loop(0, pl.cdiv(most - 1, at_once), add_next, sums)
+
+
+def _pages_at_once(columns: _Columns, dtype: Any, most: int) -> int:
+    """Return how many of an adapter's further pages a program can hold."""
+    size = sum(column.size for group in columns for column in group)
+    page_bytes = RANK_PAGE * size * jnp.dtype(dtype).itemsize
+    return max(1, min(most, _HELD_BYTES // page_bytes))
 
 
 def expand(y: Array, shrunk: Shrunk, *, interpret: bool = False) -> Array:

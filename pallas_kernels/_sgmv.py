@@ -65,8 +65,8 @@ def shrink(
       `f32[n, passes * rows, C * max_rank]`, the sums of `n` splits, or groups of them.
       What an entry does not use is not written.
     """
-    pages_and_rows = pool.page_table.shape[1], segments.block_rows
-    config = config or shrink_config(pool.d_in, pool.dtype, *pages_and_rows)
+    max_pages = pool.page_table.shape[1]
+    config = config or shrink_config(pool.d_in, pool.dtype, max_pages)
     entries = segments.num_passes * segments.num_rows
     # What many rows' tiles give, each block of an expand reads: the fewer the better.
     size = config.group_size if segments.num_rows >= _MANY_ROWS else 1
@@ -167,8 +167,7 @@ def expand(
     In a batch of several passes no launch meets a row twice, so the sums of a row's
     adapters have one order.
     """
-    pages_and_rows = pool.page_table.shape[1], segments.block_rows
-    config = config or expand_config(pool.d_outs, pool.dtype, *pages_and_rows)
+    config = config or expand_config(pool.d_outs, pool.dtype)
     blocks = tuple(pl.cdiv(width, config.block_n) for width in pool.d_outs)
     every = {"weights": segments.weights, "scale": scale, "bias": bias}
     for number in range(segments.num_passes):

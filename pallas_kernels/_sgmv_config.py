@@ -86,12 +86,10 @@ class ProjectConfig:
     num_stages: int
 
 
-def shrink_config(
-    d_in: int, dtype: Any, max_pages: int, block_rows: int
-) -> ShrinkConfig:
+def shrink_config(d_in: int, dtype: Any, max_pages: int) -> ShrinkConfig:
     """Choose how d_in is cut (never by rows: that fixes the order of a row's sum).
 
-    The other two arguments choose warps only.
+    The pages choose warps only.
     """
     block_d = 128 if jnp.dtype(dtype).itemsize == 2 else 32
     block_d = min(block_d, max(16, pl.next_power_of_2(d_in)))
@@ -101,7 +99,7 @@ def shrink_config(
     # pair 0.8 us of 6.7, and save where each block of an expand reads them all.
     steps = min(blocks, max(4, pl.cdiv(blocks, 11)))
     # One page is 16 columns wide: two warps' worth.
-    num_warps = 2 if max_pages == 1 and block_rows == 16 else 4
+    num_warps = 2 if max_pages == 1 else 4
     return ShrinkConfig(
         splits=pl.cdiv(blocks, steps),
         steps=steps,
@@ -111,21 +109,14 @@ def shrink_config(
     )
 
 
-def expand_config(
-    d_outs: tuple[int, ...], dtype: Any, max_pages: int, block_rows: int
-) -> ExpandConfig:
-    """Choose the columns of a program; each column's sum is its own."""
-    if jnp.dtype(dtype).itemsize > 2:
-        block_n, num_warps = 64, 2
-    elif block_rows > 16:
-        block_n, num_warps = 256, 4
-    elif max_pages == 1:
-        # 512, 256, 128 columns: 6.5, 7.0, 6.9 us; at 2 x 11008 columns of one adapter
-        # (where 16 splits were summed) 7.6, 7.6, 9.5.
-        block_n, num_warps = 512, 8
-    else:
-        # At rank 64: 15.5 us, and 16 to 16.5 with 256 columns.
-        block_n, num_warps = 128, 4
+def expand_config(d_outs: tuple[int, ...], dtype: Any) -> ExpandConfig:
+    """Choose the columns of a program; each column's sum is its own.
+
+    With 512, 256, 128 columns 128 rows of 13 adapters take 5.1, 4.1, 3.7 us, 2048 rows
+    of 20 adapters 21.0, 19.6, 19.3; at rank 64 128 columns are 0.5 to 1 us faster, too.
+    """
+    is_wide = jnp.dtype(dtype).itemsize > 2
+    block_n, num_warps = (64, 2) if is_wide else (128, 4)
     block_n = min(block_n, max(16, pl.next_power_of_2(max(d_outs))))
     return ExpandConfig(block_n=block_n, num_warps=num_warps)
 

@@ -11,6 +11,7 @@ import pytest
 
 from punica_jax.pallas_kernels import (
     RANK_PAGE,
+    _row_expand,
     _sgmv,
     lora_gated,
     lora_linear,
@@ -466,6 +467,33 @@ def test_the_shrink_beside_the_base_is_that_of_its_own_launch(
 
 
 @pytest.mark.parametrize("implementation", ["pallas_interpret", GPU])
+@pytest.mark.parametrize("held_bytes", [2**15, 2**30])
+def test_further_pages_come_one_by_one_or_together(
+    held_bytes, implementation, monkeypatch
+):
+    # Up to seven pages: one, and six more in two turns or in one.
+    ranks = [[112, 20], [70, 100], [16, 16], [0, 40]]
+    case = make_case(
+        rows=8, ranks=ranks, d_in=40, d_outs=(WIDTH, WIDTH), dtype="bfloat16"
+    )
+    slots = np.array([0, 1, 2, 3, -1, 0, 2, 1], np.int32)
+    segments = segments_of(case, slots, implementation)
+
+    def run(held_bytes):
+        monkeypatch.setattr(_row_expand, "_HELD_BYTES", held_bytes)
+        # Anew: what was traced with other sizes is not this.
+        traced = functools.partial(run_gated.__wrapped__, implementation=implementation)
+        return jax.jit(traced)(
+            jnp.asarray(case.y), jnp.asarray(case.x), case.pool, segments
+        )
+
+    actual = run(held_bytes)
+    assert_near(actual, expected_gated(case.expected(slots)), "bfloat16")
+    # A row's pages are added in one order, however many come at a time.
+    np.testing.assert_array_equal(actual, run(1))
+
+
+@pytest.mark.parametrize("implementation", ["pallas_interpret", GPU])
 @pytest.mark.parametrize("splits", [3, 5, 11])
 def test_an_expand_adds_splits_and_their_groups_alike(splits, implementation):
     case = make_case(rows=5, ranks=RANKS)  # float32: no rounding hides the order
@@ -495,7 +523,7 @@ def test_an_expand_adds_splits_and_their_groups_alike(splits, implementation):
 def test_a_program_fits_its_multiprocessor(shrinks, d_in, d_out, dtype, kib):
     config = project_config(d_in, d_out, dtype, kib * 1024, shrinks=shrinks)
     product = config.block_k * (config.block_n + MAX_PROJECT_ROWS)
-    shrink = shrink_config(d_in, dtype, 4, 16).block_d * (16 + 64)
+    shrink = shrink_config(d_in, dtype, 4).block_d * (16 + 64)
     values = product if dtype == "float32" else max(product, shrink)
     needed = config.num_stages * values * jnp.dtype(dtype).itemsize
     assert needed <= kib * 1024 and config.num_stages >= 2

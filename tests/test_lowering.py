@@ -20,7 +20,7 @@ from punica_jax.pallas_kernels import (
     segment_metadata,
 )
 from punica_jax.pallas_kernels._digit_search import COUNTING, WEIGHING
-from punica_jax.pallas_kernels._segments import default_block_rows, max_tiles
+from punica_jax.pallas_kernels._segments import DEFAULT_BLOCK_ROWS, max_tiles
 from punica_jax.seats import Seats, draw
 from punica_jax.step import run_step
 from tests.tiny_checkpoint import CONFIG
@@ -72,7 +72,7 @@ def names_with_segments(calls, rows, num_slots):
     A launch that takes rows one by one has their order and their slots; others have
     their order, and each tile's slot, first entry and last.
     """
-    tiles = max_tiles(rows, num_slots, default_block_rows(rows))
+    tiles = max_tiles(rows, num_slots, DEFAULT_BLOCK_ROWS)
     assert tiles != rows, "arrays of rows and of tiles would look alike"
 
     def has_them(name, types):

@@ -260,7 +260,7 @@ def test_steps_by_adapters_loaded(results):
 
 def test_attention_and_ceilings(results):
     [ceilings] = made.ceiling_records()
-    new = ceilings | {"copied_mb": 1024, "width": 8192}
+    new = ceilings | {"read_mb": 1024, "width": 8192}
     write(results, "ceilings", [new | {"bytes_per_s": 1e12}, new])
     cells = rows_of(readme_kernels.ceilings(results))[2:]
     assert cells == [["1024 MB", "4.00", "8192 x 8192", "780"]]

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from typing import Any
@@ -587,6 +588,17 @@ def test_few_files_are_read_at_one_time():
     assert len(place.executor.waiting) == 4
     place.settle()
     assert [one.tier for one in place.residence.values()] == ["host"] * 4 + ["disk"] * 4
+
+
+def test_threads_that_load_take_short_turns():
+    before = sys.getswitchinterval()
+    try:
+        for interval, expected in ((5e-3, 1e-4), (5e-5, 5e-5)):
+            sys.setswitchinterval(interval)
+            Tasks.threads(lambda: None).shutdown()
+            assert sys.getswitchinterval() == pytest.approx(expected, rel=0.05)
+    finally:
+        sys.setswitchinterval(before)
 
 
 def test_replacing_keeps_what_is_in_use(place: Setting):

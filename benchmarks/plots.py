@@ -168,7 +168,7 @@ def draw_roofline(records: Records) -> Figure:
         [left, ridge, right],
         [left * bandwidth / 1e12, peak / 1e12, peak / 1e12],
         "k-",
-        label=f"copy {bandwidth / 1e12:.3g} TB/s, product {peak / 1e12:.3g} TFLOP/s",
+        label=f"reads {bandwidth / 1e12:.3g} TB/s, product {peak / 1e12:.3g} TFLOP/s",
     )
     popularities = [record["popularity"] for record in cells]
     for name, mark in zip(

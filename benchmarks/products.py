@@ -19,7 +19,7 @@ from benchmarks.device_time import (
     measure,
     num_sets,
 )
-from punica_jax.bench import gather_lora
+from punica_jax.bench import after, gather_lora
 from punica_jax.pallas_kernels import RANK_PAGE, LoraPool, lora, segment_metadata
 
 METHODS = ("segments", "per_row", "gather")
@@ -149,4 +149,4 @@ def _launch_ours(y, table, segments, a, b, counts, x):
 
 
 def _launch_gather(y, index, a, b, x):
-    return gather_lora(y, x, index, a, b, d_outs=(b.shape[1],))
+    return gather_lora(y, after(x, y), index, a, b, d_outs=(b.shape[1],))

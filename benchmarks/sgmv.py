@@ -108,8 +108,11 @@ def our_problem(cell: Cell, inputs: Inputs, num_sets: int) -> sgmv_rivals.Proble
 METHODS: dict[str, tuple[Callable[..., sgmv_rivals.Problem], Callable[..., Array]]] = {
     "ours": (our_problem, launch_ours),
     "ours_rows": (our_problem, launch_ours_rows),
-    "gather": (sgmv_rivals.gather_problem, gather_lora),
-    "ragged_dot": (sgmv_rivals.ragged_dot_problem, sgmv_rivals.launch_ragged_dot),
+    "gather": (sgmv_rivals.gather_problem, sgmv_rivals.in_turn(gather_lora)),
+    "ragged_dot": (
+        sgmv_rivals.ragged_dot_problem,
+        sgmv_rivals.in_turn(sgmv_rivals.launch_ragged_dot),
+    ),
     "loop": (sgmv_rivals.loop_problem, sgmv_rivals.launch_loop),
 }
 # Those of others' run: their best kernel, and PyTorch's loop over adapters.
@@ -157,7 +160,9 @@ def run_program(cell: Cell, method: str, program: Program, inputs: Inputs) -> Re
     carries, operands, shared = program.build(inputs)
     times = len(operands) // num_sets(cell.num_bytes)
     carries = program.step(carries, operands, shared)
-    error = relative_error(cell, inputs, carries[0][: cell.rows], times)
+    error = relative_error(
+        cell, inputs, jax.tree.leaves(carries)[0][: cell.rows], times
+    )
     if not error < _MAX_ERROR:
         return {f"{method}_error": error}
     timed, carries = measure(program.step, carries, operands, shared)

@@ -4,6 +4,7 @@ Knows dense stacks of adapters; nothing of pools, segments or timing.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,9 +14,26 @@ from jax import Array
 
 from benchmarks.device_time import Carries
 from benchmarks.sgmv_cells import Cell, Inputs, adapter_of_row
+from punica_jax.bench import after
 
 # What each set's output starts as, each set's own operands, what all sets share.
 Problem = tuple[Carries, list[Any], Any]
+
+
+def in_turn(launch: Callable[..., Array]) -> Callable[..., tuple[Array, ...]]:
+    """Let each set's call wait for that of the set before it.
+
+    Args:
+      launch: `launch(y, x, *operands)` gives the new y.
+
+    Returns:
+      The same for a carry of all sets' `y`, the next one first.
+    """
+
+    def next_of(ys, x, *operands, **options):
+        return (*ys[1:], launch(ys[0], after(x, ys[-1]), *operands, **options))
+
+    return next_of
 
 
 def gather_problem(cell: Cell, inputs: Inputs, num_sets: int) -> Problem:
@@ -25,7 +43,7 @@ def gather_problem(cell: Cell, inputs: Inputs, num_sets: int) -> Problem:
         jnp.asarray(adapter + n * cell.num_adapters, jnp.int32) for n in range(num_sets)
     ]
     operands = list(zip(_rows(cell, inputs.x, num_sets), index, strict=True))
-    return _rows(cell, inputs.y, num_sets), operands, (inputs.a, inputs.b)
+    return [tuple(_rows(cell, inputs.y, num_sets))], operands, (inputs.a, inputs.b)
 
 
 def ragged_dot_problem(cell: Cell, inputs: Inputs, num_sets: int) -> Problem:
@@ -39,7 +57,7 @@ def ragged_dot_problem(cell: Cell, inputs: Inputs, num_sets: int) -> Problem:
         own = slice(n * cell.num_adapters, (n + 1) * cell.num_adapters)
         a = inputs.a[own].reshape(cell.num_adapters, -1, cell.d_in)
         operands.append((x, a.swapaxes(1, 2), inputs.b[own].swapaxes(1, 2)))
-    return _rows(cell, inputs.y, num_sets), operands, shared
+    return [tuple(_rows(cell, inputs.y, num_sets))], operands, shared
 
 
 def launch_ragged_dot(y, x, a, b, order, inverse, sizes, *, d_outs: tuple[int, ...]):

@@ -167,7 +167,7 @@ def expand(
     In a batch of several passes no launch meets a row twice, so the sums of a row's
     adapters have one order.
     """
-    config = config or expand_config(pool.d_outs, pool.dtype)
+    config = config or expand_config(pool.d_outs, pool.dtype, pool.page_table.shape[1])
     blocks = tuple(pl.cdiv(width, config.block_n) for width in pool.d_outs)
     every = {"weights": segments.weights, "scale": scale, "bias": bias}
     for number in range(segments.num_passes):

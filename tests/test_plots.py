@@ -82,7 +82,7 @@ def test_steps_that_count_the_first_launch_stand_beside_no_others():
 def test_roofline_has_measured_ceilings_and_numbered_points():
     axis, beside = plots.draw_roofline(RECORDS).axes
     assert axis.get_title() == "y += x A B, 4096 -> 4096, rank 16"
-    assert texts(axis) == ["copy 4 TB/s, product 780 TFLOP/s", "distinct", "identical"]
+    assert texts(axis) == ["reads 4 TB/s, product 780 TFLOP/s", "distinct", "identical"]
     x, y = line(axis, texts(axis)[0])
     # The slanted part is the bandwidth's, the flat one the product's.
     assert y[0] / x[0] == pytest.approx(4.0) and y[1:] == [780, 780]

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import device_time, sgmv
+from benchmarks import device_time, sgmv, sgmv_rivals
 from benchmarks.sgmv_cells import Cell, load_cells
 from punica_jax.pallas_kernels.shapes import MODEL_SHAPES
 
@@ -77,6 +77,15 @@ def test_launches_are_in_order_and_counted():
     assert step.num_calls == 5 and 0 < times.launch_s <= times.median_s
     first, second = step(zeros(), operands, ())
     assert (float(first), float(second)) == (24.0, 13.0)
+
+
+def test_a_rival_waits_for_the_set_before():
+    launch = sgmv_rivals.in_turn(lambda y, x, factor: y + factor * x)
+    ys = tuple(jnp.full((2, 3), value) for value in (1.0, 10.0, jnp.inf))
+    x = jnp.ones((2, 3))
+    *others, first = launch(ys[:2], x, 5.0)
+    assert (others[0] == 10.0).all() and (first == 6.0).all(), "x stays what it was"
+    assert jnp.isnan(launch(ys, x, 5.0)[-1]).all(), "the last one's result is used"
 
 
 def test_table_and_ratio():

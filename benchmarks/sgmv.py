@@ -105,7 +105,7 @@ def our_problem(cell: Cell, inputs: Inputs, num_sets: int) -> sgmv_rivals.Proble
 
 
 # name -> how its arrays are laid out, and its launch but for the widths.
-METHODS: dict[str, tuple[Callable[..., sgmv_rivals.Problem], Callable[..., Array]]] = {
+METHODS: dict[str, tuple[Callable[..., sgmv_rivals.Problem], Callable[..., Any]]] = {
     "ours": (our_problem, launch_ours),
     "ours_rows": (our_problem, launch_ours_rows),
     "gather": (sgmv_rivals.gather_problem, sgmv_rivals.in_turn(gather_lora)),

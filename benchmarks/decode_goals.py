@@ -83,7 +83,7 @@ def judge_sampling(record: Record, steps: Iterable[Record]) -> Record:
 
     The step is the last recorded one without adapters at context 512. Its output head
     has the 7B shape's own vocabulary of 32,000; the further bytes of a head as large as
-    what was drawn from count as read once, at the copy rate.
+    what was drawn from count as read once, at the floors' rate.
 
     Args:
       record: of `benchmarks.sampling`.
@@ -124,13 +124,18 @@ def goals(steps: Sequence[Record], cells: Iterable[Record]) -> list[Goal]:
 
 
 def device_us(cell: Record, method: str) -> float | None:
-    """Return what a method took of the device; None if the host took longer.
+    """Return what a method took of the device; None if that is not known.
+
+    It is not where the host took longer, nor of XLA's own where several calls did not
+    wait for one another: it computes them in one launch.
 
     Args:
       cell: of `benchmarks.sgmv`.
       method: one of its methods, or `peer` or `peer_loop`, which no host launched.
     """
     us = cell.get(f"{method}_us")
+    if method in ("gather", "ragged_dot") and not cell.get("in_turn"):
+        return None
     if us is None or is_host_bound(us, cell.get(f"{method}_launch_us", 0.0)):
         return None
     return us

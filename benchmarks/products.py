@@ -149,4 +149,4 @@ def _launch_ours(y, table, segments, a, b, counts, x):
 
 
 def _launch_gather(y, index, a, b, x):
-    return gather_lora(y, after(x, y), index, a, b, d_outs=(b.shape[1],))
+    return gather_lora(y, x + after(y), index, a, b, d_outs=(b.shape[1],))

@@ -70,7 +70,7 @@ def _allowed(row: Record, prefix: str = "") -> str:
 
 def decode(results: Path) -> str:
     """Our decode steps, and the rivals of the same cases."""
-    steps = _steps(results)
+    steps = counted_alike(_steps(results))
     cases = {_place(row): row for row in steps if row["method"] in OURS}
     rivals = {
         (_place(row), row["method"]): row
@@ -114,8 +114,9 @@ def _rival(row: Record, rival: Record | None) -> str:
     notes = []
     if rival["commit"] != row["commit"]:
         notes.append(rival["commit"])
-    if not rival.get("overlaps", True):
-        notes.append("launches in order")
+    overlaps = rival.get("overlaps", True)
+    if overlaps != row.get("overlaps", True):
+        notes.append("launches beside each other" if overlaps else "launches in order")
     if not is_of_device(rival):
         notes.append("the host's time")
     return f"{rival['step_ms']:.2f}" + (f" ({', '.join(notes)})" if notes else "")
@@ -274,7 +275,8 @@ def around(results: Path) -> str:
     for row in draws:
         what = f"{row['case']}, vocabulary of {row['vocab']}"
         judged = _judged(decode_goals.judge_sampling(row, steps))
-        lines.append((row, [what, row["rows"], f"{row['us']:.0f}", *judged]))
+        us = f"{row['us']:.0f}" + ("" if is_of_device(row) else " (the host)")
+        lines.append((row, [what, row["rows"], us, *judged]))
     title = (
         "Around a step: its launch by the host, and choosing its tokens, as a share of "
         "the 7B step of as many rows without adapters, with an output head for that "
@@ -313,7 +315,8 @@ def goals(results: Path) -> str:
     columns = ["goal", "wanted", "measured", "met", "commit"]
     title = (
         f"Goals of decode; a step's floor is {FLOOR}, and a rival's time for a product "
-        "does not count where it is the host's"
+        "does not count where it is the host's, or of calls that did not wait for one "
+        "another"
     )
     return f"{caption(title, shown)}\n\n{markdown(columns, cells)}"
 

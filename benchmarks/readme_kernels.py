@@ -41,7 +41,8 @@ def products(results: Path) -> str:
         return ""
     title = (
         "One product `y += x A B`, our time over theirs: geometric mean, and in how "
-        "many cells ours is faster; rivals' times that are the host's left out"
+        "many cells ours is faster; rivals' times that are the host's, or of calls "
+        "that did not wait for one another, left out"
     )
     others = f"peers: {peers.source(peers.KERNELS)}"
     rivals = {"peer": "best existing kernel"}
@@ -180,7 +181,8 @@ def ceilings(results: Path) -> str:
         for row in last_of(load(results, "ceilings"))
     ]
     columns = ["sums of", "TB/s read", "product of", "TFLOP/s"]
-    return by_record("What the device reaches", columns, lines)
+    title = f"What the device reaches; floors are {FLOOR} all the same"
+    return by_record(title, columns, lines)
 
 
 PARTS: tuple[Callable[[Path], str], ...] = (

@@ -35,6 +35,17 @@ WAITING = {
 }
 
 
+def _beside(
+    ours: float, theirs: float | None, best: Callable[..., float]
+) -> tuple[str, str]:
+    """Return our figure and another's, the better one bold."""
+    better = best(value for value in (ours, theirs) if value is not None)
+    own, other = _number(ours), _number(theirs)
+    return f"**{own}**" if better == ours else own, (
+        f"**{other}**" if other and better == theirs else other
+    )
+
+
 def _number(value: float | None, digits: int = 0) -> str:
     return "" if value is None else f"{value:.{digits}f}"
 
@@ -102,10 +113,8 @@ def batch(results: Path) -> str:
                 row["rows"],
                 f"{row['prompt_len']} + {row['num_new']}",
                 row["popularity"],
-                f"**{row['tokens_per_s']:.0f}**",
-                _number(row.get("vllm_tokens_per_s")),
-                f"**{row['all_first_ms']:.0f}**",
-                _number(row.get("vllm_all_first_ms")),
+                *_beside(row["tokens_per_s"], row.get("vllm_tokens_per_s"), max),
+                *_beside(row["all_first_ms"], row.get("vllm_all_first_ms"), min),
             ],
         )
         for row in sorted(rows, key=place)

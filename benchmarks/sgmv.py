@@ -105,7 +105,7 @@ def our_problem(cell: Cell, inputs: Inputs, num_sets: int) -> sgmv_rivals.Proble
 
 
 # name -> how its arrays are laid out, and its launch but for the widths.
-METHODS: dict[str, tuple[Callable[..., sgmv_rivals.Problem], Callable[..., Any]]] = {
+METHODS: dict[str, tuple[Callable[..., sgmv_rivals.Problem], sgmv_rivals.Launch]] = {
     "ours": (our_problem, launch_ours),
     "ours_rows": (our_problem, launch_ours_rows),
     "gather": (sgmv_rivals.gather_problem, sgmv_rivals.in_turn(gather_lora)),
@@ -219,6 +219,7 @@ def describe(cell: Cell) -> Record:
         "bytes": cell.num_bytes,
         "flops": cell.num_flops,
         "floor_us": cell.floor_us,
+        "in_turn": True,  # older records' rivals did not wait for the set before
         "peer": cell.peer,
         "peer_us": cell.peer_us,
         "peer_loop_us": cell.loop_us,

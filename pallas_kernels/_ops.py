@@ -75,7 +75,7 @@ def segment_metadata(
     implementation = resolve(implementation)
     slots = jnp.atleast_2d(slots.astype(jnp.int32).T)
     if implementation == "xla":
-        block_rows = 16
+        block_rows = DEFAULT_BLOCK_ROWS
     if implementation == "xla" or slots.shape[1] > MAX_KERNEL_ROWS:
         segments = reference.segment_metadata(
             slots, num_slots=num_slots, block_rows=block_rows

@@ -36,8 +36,9 @@ from punica_jax.pallas_kernels._sgmv_config import add_splits
 # 3.9.
 _BLOCK_N = 128
 _GATED_BLOCK_N = 256
-# Of B, where an adapter has further pages: 96 registers a lane. In a step of 32 rows of
-# ranks 8, 16 and 64 all expands take 1.72 ms one page after the other, so 1.51.
+# Of B, where an adapter has further pages: 96 registers a lane, or three pages in place
+# and one where a program has more columns. In a step of 32 rows of ranks 8, 16 and 64
+# all expands take 1.72 ms one page after the other, so 1.51.
 _HELD_BYTES = 12 * 1024
 _PARAMS = plgpu.CompilerParams(num_warps=1, num_stages=1)
 
@@ -85,28 +86,9 @@ class _Row:
         """
         if not self._refs:
             return sums
-        v_ref, b_ref, *tables = self._refs[:5]
+        b_ref, *tables = self._refs[1:5]
         page_table_ref = tables[0]
-        weight = self._refs[7][0, self._entry] if len(self._refs) > 7 else None
         pages = [AdapterPages.of(tables, b_ref, self.slot, c) for c in modules]
-        max_rank = pages[0].max_count * RANK_PAGE
-        lane = jnp.arange(RANK_PAGE, dtype=jnp.int32)
-
-        def load_b(page, there, column):
-            mask = mask_of((RANK_PAGE, column.size), there, inside)
-            return load(b_ref.at[page, lane[:, None], column[None, :]], mask)
-
-        def load_v(module, index, there):
-            rank = module * max_rank + index * RANK_PAGE + lane
-            mask = mask_of(rank.shape, there)
-            v = add_splits(
-                [
-                    load(v_ref.at[group, self._entry, rank], mask)
-                    for group in range(v_ref.shape[0])
-                ]
-            )
-            v = v if weight is None else v * weight
-            return v.astype(b_ref.dtype).astype(jnp.float32)[:, None]
 
         def add_pages(places, sums):
             # All loads are ahead of what waits for one.
@@ -114,8 +96,10 @@ class _Row:
             for index, page in places:
                 for n, (module, own) in enumerate(zip(modules, pages, strict=True)):
                     there = index < own.count
-                    b = [load_b(page, there, column) for column in columns[n]]
-                    loaded.append((n, load_v(module, index, there), b))
+                    b = [self._load_b(page, there, at, inside) for at in columns[n]]
+                    first = module * own.max_count * RANK_PAGE
+                    v = self._load_v(first + index * RANK_PAGE, there)
+                    loaded.append((n, v, b))
             sums = list(sums)
             for n, v, bs in loaded:
                 pairs = zip(sums[n], bs, strict=True)
@@ -125,21 +109,42 @@ class _Row:
             return sums
 
         sums = add_pages([(jnp.int32(0), pages[0].page)], sums)
-        if pages[0].max_count == 1:
+        max_count = pages[0].max_count
+        if max_count == 1:
             return sums
         most = functools.reduce(jnp.maximum, [own.count for own in pages])
-        at_once = _pages_at_once(columns, b_ref.dtype, pages[0].max_count - 1)
+        at_once = _pages_at_once(columns, b_ref.dtype, max_count - 1)
 
         def add_next(turn, sums):
             places = []
             for i in range(at_once):
                 index = 1 + turn * at_once + i
-                there = index < pages[0].max_count
-                page = load(page_table_ref.at[pages[0].slot, index], there)
+                page = load(page_table_ref.at[pages[0].slot, index], index < max_count)
                 places.append((index, pages[0].first + page))
             return add_pages(places, sums)
 
         return lax.fori_loop(0, pl.cdiv(most - 1, at_once), add_next, sums)
+
+    def _load_b(
+        self, page: Array, there: Array, column: Array, inside: Array | None
+    ) -> Array:
+        """Return `[16, columns]` of a page of B, zeros if it is not there."""
+        b_ref = self._refs[1]
+        lane = jnp.arange(RANK_PAGE, dtype=jnp.int32)[:, None]
+        mask = mask_of((RANK_PAGE, column.size), there, inside)
+        return load(b_ref.at[page, lane, column[None, :]], mask)
+
+    def _load_v(self, first: Any, there: Array) -> Array:
+        """Return `f32[16, 1]`: the row's v from a rank on, rounded as B is."""
+        v_ref, b_ref = self._refs[:2]
+        rank = first + jnp.arange(RANK_PAGE, dtype=jnp.int32)
+        mask = mask_of(rank.shape, there)
+        groups = range(v_ref.shape[0])
+        parts = [load(v_ref.at[group, self._entry, rank], mask) for group in groups]
+        v = add_splits(parts)
+        if len(self._refs) > 7:
+            v = v * self._refs[7][0, self._entry]
+        return v.astype(b_ref.dtype).astype(jnp.float32)[:, None]
 
 
 def _pages_at_once(columns: _Columns, dtype: Any, most: int) -> int:

@@ -52,14 +52,14 @@ def gather_lora(y: Array, x: Array, index: Array, a: Array, b: Array, d_outs: An
     return (y.astype(jnp.float32) + jnp.concatenate(columns, axis=1)).astype(y.dtype)
 
 
-def after(x: Array, y: Array) -> Array:
-    """Return `x`, for which XLA has to wait until `y` `[rows, n]` is there.
+def after(y: Array) -> Array:
+    """Return zeros `[rows, 1]` for which XLA has to wait until `[rows, n]` is there.
 
-    In a model no product can begin before the last one ended. XLA puts what depends on
-    nothing before it into launches that compute several calls at once.
+    What they are added to waits, too, as a product in a model for the one before it;
+    otherwise XLA computes several calls in one launch.
     """
-    # Not a number that XLA knows: of infinity it would be NaN.
-    return x + jnp.zeros((), y.dtype) * y[:, :1]
+    # XLA may not drop 0 * y: y may be infinite, and that a NaN.
+    return jnp.zeros((), y.dtype) * y[:, :1]
 
 
 def time_products(width: int, rows: int, dtype: Any, repeats: int) -> dict[str, float]:
@@ -78,7 +78,7 @@ def time_products(width: int, rows: int, dtype: Any, repeats: int) -> dict[str, 
         return lora(y, x, pool, segments)
 
     def gather(y: Array, stack: tuple[Array, Array]) -> Array:
-        return gather_lora(y, after(x, y), slots, *stack, d_outs=(width,))
+        return gather_lora(y, x + after(y), slots, *stack, d_outs=(width,))
 
     times_s, outs = {}, {}
     methods: list[tuple[str, Callable[..., Array], list[Any]]] = [

@@ -61,6 +61,7 @@ def sgmv_records():
             "flops": 10**7 * rows,
             "ours_us": 6.0,
             "peer_us": 8.0,
+            "in_turn": True,
             "gather_us": 3.0 if rows == 1 else 12.0,
             "loop_us": 12.0,
             **WHERE,

@@ -128,6 +128,7 @@ def test_goals():
 def test_goals_of_products():
     cell = {"ours_us": 7.0, "peer_us": 10.0, "peer_loop_us": 50.0, "gather_us": 8.0}
     loop = {"ours_us": 8.3, "peer_us": 12.0, "peer_loop_us": 8.0, "gather_us": 9.0}
+    cell, loop = ({**one, "in_turn": True} for one in (cell, loop))
 
     def judged(*cells):
         goals = decode_goals.goals([], cells)
@@ -149,6 +150,8 @@ def test_goals_of_products():
     assert judged(cell, failed)[f"{mean} kernel's"] == ("inf", False)
     host = judged(cell, cell | {"gather_us": 1.0, "gather_launch_us": 0.95})
     assert host["faster than XLA gather"] == ("1 of 1", True)
+    # Nor is one whose calls did not wait for one another.
+    assert "faster than XLA gather" not in judged(cell | {"in_turn": False})
     assert judged({"xla_us": 1.0, "ours_us": 2.0}) == {}
 
 

@@ -467,30 +467,54 @@ def test_the_shrink_beside_the_base_is_that_of_its_own_launch(
 
 
 @pytest.mark.parametrize("implementation", ["pallas_interpret", GPU])
-@pytest.mark.parametrize("held_bytes", [2**15, 2**30])
+@pytest.mark.parametrize(
+    ("form", "at_once"), [("linear", 3), ("gated", 1), ("gated", 4), ("gated", 6)]
+)
 def test_further_pages_come_one_by_one_or_together(
-    held_bytes, implementation, monkeypatch
+    form, at_once, implementation, monkeypatch
 ):
-    # Up to seven pages: one, and six more in two turns or in one.
+    # Up to seven pages: one, and six more in six turns or fewer.
     ranks = [[112, 20], [70, 100], [16, 16], [0, 40]]
     case = make_case(
         rows=8, ranks=ranks, d_in=40, d_outs=(WIDTH, WIDTH), dtype="bfloat16"
     )
     slots = np.array([0, 1, 2, 3, -1, 0, 2, 1], np.int32)
-    segments = segments_of(case, slots, implementation)
+    weights = np.linspace(0.5, 1.5, 8, dtype=np.float32)
+    segments = segments_of(case, slots, implementation, weights=jnp.asarray(weights))
+    x, y = jnp.asarray(case.x), jnp.asarray(case.y)
+    launch = lora_linear if form == "linear" else lora_gated
+    found = []
 
     def run(held_bytes):
-        monkeypatch.setattr(_row_expand, "_HELD_BYTES", held_bytes)
-        # Anew: what was traced with other sizes is not this.
-        traced = functools.partial(run_gated.__wrapped__, implementation=implementation)
-        return jax.jit(traced)(
-            jnp.asarray(case.y), jnp.asarray(case.x), case.pool, segments
-        )
+        # None is what users have.
+        if held_bytes is not None:
+            monkeypatch.setattr(_row_expand, "_HELD_BYTES", held_bytes)
 
-    actual = run(held_bytes)
-    assert_near(actual, expected_gated(case.expected(slots)), "bfloat16")
+        def count(*operands):
+            found.append(pages_at_once(*operands))
+            return found[-1]
+
+        monkeypatch.setattr(_row_expand, "_pages_at_once", count)
+        # Anew: what was traced with other sizes is not this.
+        return jax.jit(
+            lambda x, y, pool, segments: launch(
+                x,
+                no_weight(y, x),
+                (pool, segments),
+                residual=y,
+                implementation=implementation,
+            )
+        )(x, y, case.pool, segments)
+
+    pages_at_once = _row_expand._pages_at_once
+    actual = run({4: 2**15, 6: 2**30}.get(at_once))
+    expected = case.expected(slots, weights)
+    if form == "gated":
+        expected = expected_gated(expected)
+    assert_near(actual, expected, "bfloat16")
     # A row's pages are added in one order, however many come at a time.
     np.testing.assert_array_equal(actual, run(1))
+    assert found == [at_once, 1]
 
 
 @pytest.mark.parametrize("implementation", ["pallas_interpret", GPU])

@@ -89,6 +89,14 @@ def test_rivals_say_in_which_way_they_are_not_as_ours(results):
         "17.25 (launches in order, the host's time)",
         "27.25",
     ]
+    in_order = case_of("skewed", "ours", overlaps=False)
+    beside = case_of("uniform", "ours", overlaps=True)
+    write(results, "decode", [*made.decode_records(), in_order, beside, host])
+    rows = rows_of(readme_decode.decode(results))[2:]
+    cells = {row[3]: row[-2:] for row in rows if row[:3] == ["7B", "32", "512"]}
+    in_turn = ["17.25 (the host's time)", "27.25 (launches beside each other)"]
+    assert cells["skewed (8)"] == in_turn
+    assert cells["uniform (6)"] == ["17.19", "27.19"]
 
 
 def test_rivals_that_are_counted_otherwise_are_not_shown(results):
@@ -107,6 +115,12 @@ def test_rivals_that_are_counted_otherwise_are_not_shown(results):
     names = {"XLA gather": "", "group and swap": "", "commit": "def"}
     assert rivals(*old, ours) == names
     assert rivals(*old, ours, gather) == names | {"XLA gather": "18.00"}
+    # Nor are cases of our own, beside others.
+    write(results, "decode", [*old, ours])
+    rows = rows_of(readme_decode.decode(results))
+    assert [row[3] for row in rows if row[:3] == ["7B", "32", "512"]] == [
+        "distinct (32)"
+    ]
     # What is not shown has no column, and no source either.
     assert rivals(case_of("distinct", "gather"), ours) == {}
     assert "commit abc" not in readme_decode.decode(results)
@@ -325,6 +339,9 @@ def test_launches_and_draws_are_judged(results):
         *(["5", us, "", "", "def"] for us in ("196", "300", "70")),
     ]
     assert draws[0][0] == "draw, vocabulary of 32000"
+    [draw, *_] = [r for r in made.around_records() if r["benchmark"] == "sampling"]
+    write(results, "around", [draw | {"launch_us": 0.95 * draw["us"]}])
+    assert "(the host)" in rows_of(readme_decode.around(results))[2][2]
 
 
 def test_without_results_others_alone_are_left(tmp_path):

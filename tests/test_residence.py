@@ -595,8 +595,10 @@ def test_threads_that_load_take_short_turns():
     try:
         for interval, expected in ((5e-3, 1e-4), (5e-5, 5e-5)):
             sys.setswitchinterval(interval)
-            Tasks.threads(lambda: None).shutdown()
+            tasks = Tasks.threads(lambda: None)
             assert sys.getswitchinterval() == pytest.approx(expected, rel=0.05)
+            tasks.shutdown()
+            assert sys.getswitchinterval() == pytest.approx(interval, rel=0.05)
     finally:
         sys.setswitchinterval(before)
 

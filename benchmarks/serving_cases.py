@@ -176,8 +176,10 @@ class Cases:
                 await _until(lambda: not tasks)
                 loads.append((answer, time.monotonic()))
 
-        asyncio.run(server.serve(self._decoding(others), beside, ask()))
-        tasks.shutdown()
+        try:
+            asyncio.run(server.serve(self._decoding(others), beside, ask()))
+        finally:
+            tasks.shutdown()
         for tier in ("disk", "host"):
             found = [(one, end_s) for one, end_s in loads if one.tier == tier]
             times = [1e3 * (one.seated_s - one.asked_s) for one, _ in found]
@@ -221,8 +223,10 @@ class Cases:
                 empty=self._empty,
             )
             server = Server(self.bench, self.sizes, residence, awake=awake)
-            steps, answers = self._steady(server, requests)
-            tasks.shutdown()
+            try:
+                steps, answers = self._steady(server, requests)
+            finally:
+                tasks.shutdown()
         # The first ones began with what others had generated.
         new = [one for one in answers if one.request.number >= self._seats]
         record = {

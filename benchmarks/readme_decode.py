@@ -19,6 +19,7 @@ from benchmarks.readme_tables import (
     caption,
     counted_alike,
     from_second_step,
+    host_note,
     is_of_device,
     last_of,
     load,
@@ -275,7 +276,7 @@ def around(results: Path) -> str:
     for row in draws:
         what = f"{row['case']}, vocabulary of {row['vocab']}"
         judged = _judged(decode_goals.judge_sampling(row, steps))
-        us = f"{row['us']:.0f}" + ("" if is_of_device(row) else " (the host)")
+        us = f"{row['us']:.0f}{host_note(row)}"
         lines.append((row, [what, row["rows"], us, *judged]))
     title = (
         "Around a step: its launch by the host, and choosing its tokens, as a share of "

@@ -19,7 +19,7 @@ from benchmarks.readme_tables import (
     POPULARITIES,
     by_record,
     caption,
-    is_of_device,
+    host_note,
     last_of,
     load,
     markdown,
@@ -135,8 +135,7 @@ def _by_method(title: str, keys: tuple[str, ...], rows: list[Record]) -> str:
 
 
 def _us(row: Record) -> str:
-    host = not is_of_device(row)
-    return f"{row['us']:.1f}{' (the host)' if host else ''}"
+    return f"{row['us']:.1f}{host_note(row)}"
 
 
 def attention(results: Path) -> str:

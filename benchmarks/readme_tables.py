@@ -92,6 +92,11 @@ def is_of_device(record: Record) -> bool:
     )
 
 
+def host_note(record: Record) -> str:
+    """Return what stands behind a time that is the host's."""
+    return "" if is_of_device(record) else " (the host)"
+
+
 def from_second_step(record: Record) -> bool:
     """Tell whether a step's time is without the launch of the first one of a run.
 

@@ -19,18 +19,18 @@ def pytest_configure(config):
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
-_num_tests = itertools.count(1)
+_num_grid_tests = itertools.count(1)
 
 
-@pytest.fixture(autouse=True)
-def _compiled():
-    """Let go now and then of what tests compiled: memory is mapped in so many pieces.
+def pytest_runtest_teardown(item, nextitem):
+    """Let go of what a file's tests compiled: memory is mapped in so many pieces.
 
     XLA's CPU programs map about ten each, Linux allows a process 65,530 unless told
-    otherwise, and the compiler that gets no more ends the process.
+    otherwise, and the compiler that gets no more ends the process. A grid alone comes
+    near that; it does not count what it compiles, as other tests of a file do.
     """
-    yield
-    if next(_num_tests) % 100 == 0:
+    grid = item.get_closest_marker("grid") and next(_num_grid_tests) % 100 == 0
+    if grid or nextitem is None or nextitem.path != item.path:
         jax.clear_caches()
 
 

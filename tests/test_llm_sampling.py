@@ -77,7 +77,7 @@ def close(left, right):
 
 
 def test_a_mixed_batch_equals_each_request_alone(llm, mixed, plain, compiles):
-    def use():
+    with compiles:
         for i, row in enumerate(mixed):
             assert row.prompt_index == i and row.sample_index == 0
             alone = llm.generate(PROMPTS[i], ADAPTERS[i], MIXED[i])[0]
@@ -88,11 +88,6 @@ def test_a_mixed_batch_equals_each_request_alone(llm, mixed, plain, compiles):
         assert all(map(close, again[::-1], mixed))
         # The seats that drew, penalised and biased leave nothing to who sits next.
         assert all(map(close, llm.generate(PROMPTS, ADAPTERS, GREEDY), plain))
-
-    # What earlier tests compiled may have been let go of.
-    use()
-    with compiles:
-        use()
     assert compiles.count == 0
 
 

@@ -3,11 +3,8 @@
 Knows names and the engine's thread; files are the business of `adapter_sources`.
 """
 
-from collections.abc import Callable
-
-from punica_jax.adapter_sources import AdapterSources
+from punica_jax.adapter_sources import AdapterSources, Reader
 from punica_jax.engine_thread import EngineThread
-from punica_jax.models import Adapter
 from punica_jax.versions import Version
 
 
@@ -25,8 +22,8 @@ class AdapterFinder:
         # What registers it may be on its way: the engine's thread is who refuses it.
         if not isinstance(name, str) or name in self._residence:
             return
-        if name not in self._unloaded and (read := self._sources.find(name)):
-            self._thread.do(self._register, name, read)
+        if name not in self._unloaded and (reader := self._sources.find(name)):
+            self._thread.do(self._register, name, reader)
 
     def may_find(self, name: str) -> None:
         """Take note that a name that was unloaded is wanted again."""
@@ -52,6 +49,6 @@ class AdapterFinder:
             self._unloaded.add(name)
         return version
 
-    def _register(self, name: str, read: Callable[[], Adapter]) -> None:
+    def _register(self, name: str, reader: Reader) -> None:
         if name not in self._residence and name not in self._unloaded:
-            self._residence.register(name, read)
+            self._residence.register(name, *reader)

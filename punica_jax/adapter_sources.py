@@ -7,7 +7,7 @@ import functools
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -33,6 +33,19 @@ AdapterSource: TypeAlias = (
 _CONFIG_FILE = "adapter_config.json"
 
 
+class Reader(NamedTuple):
+    """What reads an adapter.
+
+    Attributes:
+      read: reads it, in any thread.
+      is_remote: whether it may have to wait for a network: what was named is no
+        directory, but may be an id of the hub.
+    """
+
+    read: Callable[[], Adapter]
+    is_remote: bool
+
+
 class AdapterSources:
     """Ways to read adapters of one base model into host memory.
 
@@ -55,7 +68,7 @@ class AdapterSources:
 
     def readers(
         self, adapters: Mapping[str, AdapterSource] | None
-    ) -> dict[str, Callable[[], Adapter]]:
+    ) -> dict[str, Reader]:
         """Return what reads each of a first set of adapters.
 
         Raises:
@@ -68,8 +81,8 @@ class AdapterSources:
 
     def reader(
         self, name: str, source: AdapterSource, fields: Mapping[str, Any]
-    ) -> Callable[[], Adapter]:
-        """Return what reads an adapter, in any thread.
+    ) -> Reader:
+        """Return what reads an adapter.
 
         Args:
           name: what it is to be called.
@@ -81,14 +94,15 @@ class AdapterSources:
         """
         check_name(name)
         if isinstance(source, Mapping):
-            return functools.partial(self._make, source, fields)
+            return Reader(functools.partial(self._make, source, fields), False)
         if fields:
             raise ValueError(
                 f"only weights take fields of {_CONFIG_FILE}, got {sorted(fields)}"
             )
-        return functools.partial(self._read, source)
+        is_remote = isinstance(source, str) and not os.path.isdir(source)
+        return Reader(functools.partial(self._read, source), is_remote)
 
-    def find(self, name: str) -> Callable[[], Adapter] | None:
+    def find(self, name: str) -> Reader | None:
         """Return what reads the directory's adapter of that name, if there is one."""
         if self._folder is None or not isinstance(name, str):
             return None

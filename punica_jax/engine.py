@@ -118,8 +118,8 @@ class Engine:
             base.sizes.page_size,
         )
         self._numbers = itertools.count(1)
-        for name, read in readers.items():
-            self._residence.register(name, read)
+        for name, reader in readers.items():
+            self._residence.register(name, *reader)
         if config.warm_up:
             self._loop.warm_up(progress=config.progress)
         _log.info("%s", self)
@@ -260,10 +260,10 @@ class Engine:
         Raises:
           ValueError: the name is empty.
         """
-        read = self._sources.reader(name, source, fields)
+        reader = self._sources.reader(name, source, fields)
         self._finder.may_find(name)
         options = {"allow_nan": allow_nan, "is_pinned": pin}
-        self._thread.do(self._residence.register, name, read, **options)
+        self._thread.do(self._residence.register, name, *reader, **options)
 
     async def load_adapter(
         self,
@@ -283,8 +283,8 @@ class Engine:
           ValueError: it cannot be read, does not fit the base, is too large, or is not
             finite.
         """
-        read = self._sources.reader(name, source, fields)
-        await self._thread.load(name, read, allow_nan=allow_nan, is_pinned=pin)
+        reader = self._sources.reader(name, source, fields)
+        await self._thread.load(name, *reader, allow_nan=allow_nan, is_pinned=pin)
         self._finder.may_find(name)
 
     async def unload_adapter(self, name: str, *, cancel: bool = False) -> None:

@@ -139,6 +139,7 @@ class EngineThread:
         self,
         name: str,
         read: Callable[[], HostAdapter],
+        is_remote: bool,
         *,
         allow_nan: bool,
         is_pinned: bool | None,
@@ -151,7 +152,7 @@ class EngineThread:
         prepared: list[Version] = []
 
         def prepare() -> Version:
-            version = self.residence.prepare(name, read, allow_nan=allow_nan)
+            version = self.residence.prepare(name, read, is_remote, allow_nan=allow_nan)
             prepared.append(version)
             self.residence.want(version)
             return version

@@ -58,6 +58,7 @@ class AdapterRegistry(Mapping[str, Version]):
         self,
         name: str,
         read: Callable[[], HostAdapter],
+        is_remote: bool = False,
         *,
         allow_nan: bool = False,
         is_pinned: bool | None = None,
@@ -65,21 +66,28 @@ class AdapterRegistry(Mapping[str, Version]):
         """Make an adapter known; it is read when somebody wants it.
 
         Where the name is known already, sequences that hold the old weights keep them,
-        and others get the new ones. `read` is called in another thread. For `is_pinned`
-        see `adopt`.
+        and others get the new ones. `read` is called in another thread; `is_remote`
+        says that it may wait for a network. For `is_pinned` see `adopt`.
         """
-        version = self.prepare(name, read, allow_nan=allow_nan)
+        version = self.prepare(name, read, is_remote, allow_nan=allow_nan)
         self.adopt(version, is_pinned=is_pinned)
         return version
 
     def prepare(
-        self, name: str, read: Callable[[], HostAdapter], *, allow_nan: bool = False
+        self,
+        name: str,
+        read: Callable[[], HostAdapter],
+        is_remote: bool = False,
+        *,
+        allow_nan: bool = False,
     ) -> Version:
         """Make a version that nobody can claim yet: `adopt` or `discard` it."""
         old = self._current.get(name)
         key = f"{name} (version {next(self._numbers)})"
         stats = AdapterStats() if old is None else old.stats
-        version = Version(name, key, read, stats, allow_nan=allow_nan)
+        version = Version(
+            name, key, read, stats, is_remote=is_remote, allow_nan=allow_nan
+        )
         self.candidates[version] = None
         return version
 

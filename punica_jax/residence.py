@@ -15,11 +15,12 @@ from punica_jax.adapters import AdapterTable
 from punica_jax.device_tier import DeviceTier
 from punica_jax.placements import AdapterCapacityError, Held
 from punica_jax.registry import AdapterRegistry
-from punica_jax.tasks import Tasks
+from punica_jax.tasks import Kind, Tasks
 from punica_jax.versions import Device, HostAdapter, HostCache, Version, examine
 
 _log = logging.getLogger(__name__)
-# Files that are read at one time, and copies: those that wait longest come first.
+# Files that are read at one time, fetched, and copied: those that wait longest come
+# first.
 _MAX_READS = 4
 MAX_STAGED = 2
 # A flood of requests for an adapter that cannot be had is refused without a look at its
@@ -64,6 +65,7 @@ class AdapterResidence(AdapterRegistry):
         self._placed = DeviceTier(table, self, num_spare)
         self._tasks = tasks
         self._takes = {
+            "fetch": self._take_read,
             "read": self._take_read,
             "stage": self._take_staged,
             "examine": self._take_examined,
@@ -156,7 +158,7 @@ class AdapterResidence(AdapterRegistry):
                     "%s has no digest, so no shared pages: %r", version.key, error
                 )
             self._settle(version)
-            just_read = {version} if kind == "read" else set()
+            just_read = {version} if kind in ("fetch", "read") else set()
             self._on_host.trim(keep=self._tasks.versions | just_read)
         if self._may_bring:
             self._bring_pinned()
@@ -183,8 +185,7 @@ class AdapterResidence(AdapterRegistry):
         assert {*self._on_host, *self._placed, *in_work, *self.pinned} <= versions
         assert not self.retired.keys() & self.pinned.keys()
         for version in in_work:
-            is_read = version in self._tasks.of("read")
-            assert (version.host is None) == is_read, version.key
+            assert (version.host is None) == self._tasks.is_read(version), version.key
         num_kept = sum(one not in in_work for one in self._on_host)
         assert self._on_host.nbytes <= self._on_host.budget or num_kept <= 1
         for version in versions:
@@ -219,6 +220,8 @@ class AdapterResidence(AdapterRegistry):
             with contextlib.suppress(AdapterCapacityError):  # until there are fewer
                 self._place(version, reads_ahead=False)
             if self._is_absent(version):
+                if version.is_remote and version.host is None:
+                    continue  # a network must not hold up files
                 if not version.lacks_room:
                     break  # enough are on their way: they come before
                 lacking.append(version.num_pages)
@@ -255,10 +258,11 @@ class AdapterResidence(AdapterRegistry):
         if version.host is None:
             # Who is examined keeps its weights: digests must not hold up files sooner.
             may_grow = self._on_host.may_grow(self._tasks.of("examine"))
-            if len(self._tasks.of("read")) < _MAX_READS and may_grow:
+            way: Kind = "fetch" if version.is_remote else "read"
+            if len(self._tasks.of(way)) < _MAX_READS and may_grow:
                 can_come = reads_ahead and self._on_host.may_read(version)
                 if can_come or self._placed.idle_for(version, num_pages) is not None:
-                    self._tasks.start(version, "read", version.read)
+                    self._tasks.start(version, way, version.read)
                 else:
                     version.lacks_room = True
             return False

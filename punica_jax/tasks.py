@@ -1,4 +1,4 @@
-"""What other threads do for adapters: read files, copy to the device, examine.
+"""What other threads do for adapters: fetch, read, copy to the device, examine.
 
 Plain Python: knows that there is work for a version; what it is, and what follows from
 it, is `residence`.
@@ -13,9 +13,10 @@ from typing import Any, Literal, TypeAlias
 
 from punica_jax.versions import Version
 
-Kind: TypeAlias = Literal["read", "stage", "examine"]
+Kind: TypeAlias = Literal["fetch", "read", "stage", "examine"]
 
 _NUM_READERS = _NUM_EXAMINERS = 2
+_NUM_FETCHERS = 4  # they wait for a network, minutes perhaps
 # Python's own is 5 ms, for which a thread that loads may keep the one that launches
 # steps from each of its turns. On one H200, beside 31 sequences of a 7B model, the
 # slowest step while adapters came from the host's memory was 2.0 times the median;
@@ -30,6 +31,7 @@ class Tasks:
         self,
         reader: Executor,
         *,
+        fetcher: Executor | None = None,
         copier: Executor | None = None,
         examiner: Executor | None = None,
         wake: Callable[[], None] = lambda: None,
@@ -39,6 +41,7 @@ class Tasks:
 
         Args:
           reader: runs what takes time, in other threads.
+          fetcher: reads what a network may have to bring, which must not hold up files.
           copier: runs the copies to the device, where files must not hold them up.
           examiner: computes digests and reports, which must not hold up files.
           wake: called, in any thread, when there is something to take.
@@ -46,6 +49,7 @@ class Tasks:
         """
         self._switch_interval_s = switch_interval_s
         self._executors: dict[Kind, Executor] = {
+            "fetch": fetcher or reader,
             "read": reader,
             "stage": copier or reader,
             "examine": examiner or reader,
@@ -69,6 +73,7 @@ class Tasks:
         sys.setswitchinterval(min(before, _SWITCH_INTERVAL_S))
         return cls(
             ThreadPoolExecutor(_NUM_READERS, "punica-jax-adapters"),
+            fetcher=ThreadPoolExecutor(_NUM_FETCHERS, "punica-jax-downloads"),
             copier=ThreadPoolExecutor(1, "punica-jax-copies"),
             examiner=ThreadPoolExecutor(_NUM_EXAMINERS, "punica-jax-digests"),
             wake=wake,
@@ -87,9 +92,13 @@ class Tasks:
         """Those for which there is any."""
         return set(itertools.chain(*self._futures.values()))
 
+    def is_read(self, version: Version) -> bool:
+        """Tell whether a version is on its way to host memory."""
+        return version in self.of("fetch") or version in self.of("read")
+
     def is_moving(self, version: Version) -> bool:
         """Tell whether a version is on its way to host memory or to the device."""
-        return version in self.of("read") or version in self.of("stage")
+        return self.is_read(version) or version in self.of("stage")
 
     def start(self, version: Version, kind: Kind, work: Callable[[], Any]) -> None:
         """Have a thread do something."""

@@ -56,6 +56,7 @@ class Version:
       name: the adapter's.
       key: its own name in the table of what is on the device.
       stats: those of the name.
+      is_remote: whether reading it may have to wait for a network.
       weights: stands for these weights and for no others ever.
       num_users: sequences that hold it.
       host: its weights, while they are in host memory.
@@ -81,6 +82,7 @@ class Version:
         read: Callable[[], HostAdapter],
         stats: AdapterStats,
         *,
+        is_remote: bool,
         allow_nan: bool,
     ):
         self.name = name
@@ -88,6 +90,7 @@ class Version:
         self.read = read
         self.stats = stats
         self.weights: Any = ("version", key)
+        self.is_remote = is_remote
         self.allow_nan = allow_nan
         self.num_users = 0
         self.host: HostAdapter | None = None

@@ -36,8 +36,8 @@ def folder(checkpoint: Path, tmp_path: Path) -> Path:
 
 def test_adapters_of_a_folder_are_found_by_their_names(folder: Path):
     sources = AdapterSources(BASE, folder)
-    read = sources.find("x")
-    assert read is not None and read().rank == 4
+    found = sources.find("x")
+    assert found is not None and found.read().rank == 4 and not found.is_remote
     assert sources.find("later") is None
     shutil.copytree(folder / "y", folder / "later")
     assert sources.find("later") is not None
@@ -97,20 +97,28 @@ def test_a_folder_must_be_one(folder: Path):
 def test_arrays_are_what_they_are_as_files(folder: Path):
     sources = AdapterSources(BASE, None)
     save_adapter(folder / "saved", tiny.CONFIG, ARRAYS, lora_alpha=6)
-    saved = sources.reader("s", folder / "saved", {})()
-    arrays = sources.reader("s", ARRAYS, {"lora_alpha": 6})()
+    saved = sources.reader("s", folder / "saved", {}).read()
+    arrays = sources.reader("s", ARRAYS, {"lora_alpha": 6}).read()
     assert arrays.digest() == saved.digest() and arrays.nbytes == saved.nbytes
-    assert arrays.digest() != sources.reader("s", ARRAYS, {})().digest()
+    assert arrays.digest() != sources.reader("s", ARRAYS, {}).read().digest()
 
 
 def test_nothing_is_read_before_it_is_asked(folder: Path):
-    read = AdapterSources(BASE, None).reader("z", folder / "nothing", {})
+    read, _ = AdapterSources(BASE, None).reader("z", folder / "nothing", {})
     with pytest.raises(ValueError, match="nothing"):
         read()
     wrong = {(0, "down_proj"): (np.ones((2, 47)), np.ones((32, 2)))}
-    read = AdapterSources(BASE, None).reader("z", wrong, {})
+    read, _ = AdapterSources(BASE, None).reader("z", wrong, {})
     with pytest.raises(pj.AdapterError, match="down_proj"):
         read()
+
+
+def test_only_a_network_is_waited_for_apart(folder: Path):
+    sources = AdapterSources(BASE, None)
+    for source in (folder / "x", str(folder / "x"), ARRAYS, folder / "nothing"):
+        assert not sources.reader("x", source, {}).is_remote
+    for source in ("org/name", "org/name@main", str(folder / "nothing")):
+        assert sources.reader("x", source, {}).is_remote
 
 
 def test_what_a_reader_refuses(folder: Path):

@@ -132,12 +132,13 @@ class Setting:
         host_bytes: float = HOST_BYTES,
         num_slots: int = NUM_SLOTS,
         num_spare: int = 0,
+        fetcher: FakeExecutor | None = None,
     ):
         self.table = AdapterTable(num_slots + num_spare, PAGES, MAX_RANK)
         self.device = FakeDevice()
         self.executor = FakeExecutor()
         self.num_wakes = 0
-        self.tasks = Tasks(self.executor, wake=self._wake)
+        self.tasks = Tasks(self.executor, fetcher=fetcher, wake=self._wake)
         self.residence = AdapterResidence(
             self.table,
             self.device,
@@ -590,6 +591,27 @@ def test_few_files_are_read_at_one_time():
     assert [one.tier for one in place.residence.values()] == ["host"] * 4 + ["disk"] * 4
 
 
+def test_a_network_holds_up_no_file():
+    network = FakeExecutor()
+    place = Setting(host_bytes=1000, fetcher=network)
+    names = "abcdefgh"
+    for name in names:
+        place.add(name, is_remote=True, is_pinned=True)
+    near = place.add("near", is_pinned=True)
+    place.settle()
+    assert near.ready and len(network.waiting) == 4
+    for num_waiting in (4, 3):  # one more while there is a slot for it
+        network.finish()
+        place.settle()
+        assert len(network.waiting) == num_waiting
+    assert [place.residence[name].ready for name in "abcd"] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+
+
 def test_threads_that_load_take_short_turns():
     before = sys.getswitchinterval()
     try:
@@ -1020,11 +1042,17 @@ class AnySequence(RuleBasedStateMachine):
 
         return read
 
-    @rule(name=NAMES, data=st.data(), is_pinned=MAY_BE, nan=st.booleans())
-    def register(self, name, data, is_pinned, nan):
+    @rule(
+        name=NAMES,
+        data=st.data(),
+        is_remote=st.booleans(),
+        is_pinned=MAY_BE,
+        nan=st.booleans(),
+    )
+    def register(self, name, data, is_remote, is_pinned, nan):
         is_pinned = is_pinned and len(self.pinned) < NUM_SLOTS - 1
         version = self.residence.register(
-            name, self.read(data), is_pinned=is_pinned, allow_nan=nan
+            name, self.read(data), is_remote, is_pinned=is_pinned, allow_nan=nan
         )
         self.replace(name, version, is_pinned)
 
@@ -1039,7 +1067,7 @@ class AnySequence(RuleBasedStateMachine):
     @initialize(data=st.data())
     def begin(self, data):
         for name in "abcde":
-            self.register(name, data, False, True)
+            self.register(name, data, False, False, True)
 
     @rule(name=NAMES, data=st.data())
     def change_files(self, name, data):

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from blake3 import blake3
 
-from punica_jax.models._adapter_report import AdapterReport, ReportRow, delta_norm
+from punica_jax.models._adapter_report import AdapterReport, ReportRow, product_norms
 from punica_jax.models._base_modules import BaseModule
 from punica_jax.models._config import MODULE_GROUPS, LlamaConfig
 from punica_jax.models._peft_binding import Binding
@@ -22,6 +22,8 @@ from punica_jax.pallas_kernels import RANK_PAGE
 
 # Copying waits for memory: more threads than this bring nothing.
 _MAX_THREADS = 8
+# Values whose norms are computed at one time, in eight bytes each.
+_MAX_WIDENED = 1 << 22
 
 # Reads tensors: name -> arrays of its dtype, which its rows fill one after the other.
 # Called in several threads, with a layer's tensors each.
@@ -40,6 +42,7 @@ class _Part(NamedTuple):
 
     module: BaseModule
     binding: Binding
+    columns: slice  # of its group's b
     a: list[np.ndarray]  # of each page [modules, lanes, d_in]: they use the same one
     b: list[np.ndarray]  # of each page [d_out, lanes]
     is_folded: bool  # whether its b has the scale in it already
@@ -89,17 +92,20 @@ class Adapter:
             group: self._empty_pages(group, empty) for group in MODULE_GROUPS
         }
         parts: list[list[_Part]] = [[] for _ in range(config.num_layers)]
-        for module, binding in bindings.items():
-            # Exact in a wider dtype, so the device can multiply by the scale.
-            is_folded = not np.can_cast(dtypes[binding.b_name], dtype)
-            part = self._part(config, module, binding, is_folded)
-            parts[module.layer].append(part)
+        with np.errstate(over="ignore"):
+            for module, binding in bindings.items():
+                # Exact in a wider dtype, so the device can multiply by the scale.
+                is_folded = not np.can_cast(dtypes[binding.b_name], dtype)
+                part = self._part(config, module, binding, is_folded)
+                parts[module.layer].append(part)
         fill = functools.partial(self._fill, dtypes=dtypes, read_into=read_into)
         num_threads = min(os.cpu_count() or 1, _MAX_THREADS, len(parts))
         with ThreadPoolExecutor(num_threads, "punica-jax-cut") as threads:
             for _ in threads.map(fill, range(len(parts)), parts):
                 pass  # raises what a thread raised
-        measure = functools.partial(_measure, [part for own in parts for part in own])
+        pages = {group: [page for _, page in own] for group, own in self._pages.items()}
+        every = [part for own in parts for part in own]
+        measure = functools.partial(_measure, pages, every)
         self.report = AdapterReport(self.rank, measure)
 
     @property
@@ -168,7 +174,7 @@ class Adapter:
         start = sum(config.d_outs(module.group)[: module.index])
         columns = slice(start, start + module.d_out)
         modules = slice(module.index, module.index + module.num_modules)
-        part = _Part(module, binding, [], [], is_folded)
+        part = _Part(module, binding, columns, [], [], is_folded)
         firsts = range(0, binding.rank, RANK_PAGE)
         pages = self._pages[module.group]
         for (_, page), first in zip(pages, firsts, strict=False):
@@ -176,9 +182,7 @@ class Adapter:
             part.a.append(page.a[module.layer, modules, :lanes])
             part.b.append(page.b[module.layer, columns, :lanes])
             if not is_folded:
-                with np.errstate(over="ignore"):
-                    scale = np.float32(abs(binding.scale))
-                page.scale[module.layer, modules] = scale
+                page.scale[module.layer, modules] = abs(binding.scale)
         return part
 
     def _fill(
@@ -193,7 +197,7 @@ class Adapter:
         self._clear(layer, parts)
         targets: dict[str, list[np.ndarray]] = {}
         beside: dict[str, np.ndarray] = {}
-        for module, (a_name, b_name, rank, _), a_pages, b_pages, _ in parts:
+        for module, (a_name, b_name, rank, _), _, a_pages, b_pages, _ in parts:
             dtype = a_pages[0].dtype
             targets[a_name], targets[b_name] = [page[0] for page in a_pages], b_pages
             if dtypes[a_name] != dtype:
@@ -207,13 +211,11 @@ class Adapter:
 
     def _clear(self, layer: int, parts: Sequence[_Part]) -> None:
         """Set a layer's pages to zero where its tensors do not cover them."""
+        covered = dict.fromkeys(MODULE_GROUPS, 0)
+        for module, binding, *_ in parts:
+            covered[module.group] += module.num_modules * binding.rank
         for group, pages in self._pages.items():
-            covered = sum(
-                module.num_modules * binding.rank
-                for module, binding, *_ in parts
-                if module.group == group
-            )
-            if covered < len(MODULE_GROUPS[group]) * RANK_PAGE * len(pages):
+            if covered[group] < len(MODULE_GROUPS[group]) * RANK_PAGE * len(pages):
                 for _, page in pages:
                     page.a[layer].view(np.uint8)[...] = 0
                     page.b[layer].view(np.uint8)[...] = 0
@@ -221,12 +223,13 @@ class Adapter:
 
 def _finish(part: _Part, beside: Mapping[str, np.ndarray]) -> None:
     """Cast and cut what was read beside the pages."""
-    _, (a_name, b_name, _, scale), a_pages, b_pages, is_folded = part
+    module, (a_name, b_name, _, scale), _, a_pages, b_pages, is_folded = part
     if (a := beside.get(a_name)) is not None:
         for page, rows in zip(a_pages, _by_page(a), strict=True):
             _copy(rows, page[0])
-    for page in a_pages:
-        page[1:] = page[:1]
+    if module.num_modules > 1:
+        for page in a_pages:
+            page[1:] = page[:1]
     if (b := beside.get(b_name)) is not None:
         if is_folded:
             b = b.astype(np.float32) * np.float32(scale)
@@ -249,13 +252,42 @@ def _copy(source: np.ndarray, target: np.ndarray) -> None:
     target[...] = source
 
 
-def _measure(parts: Sequence[_Part], known: Iterable[ReportRow]) -> Iterator[ReportRow]:
-    """Compute what a report says of each module, but for norms that are known."""
+def _measure(
+    pages: Mapping[str, Sequence[RankPage]],
+    parts: Sequence[_Part],
+    known: Iterable[ReportRow],
+) -> Iterator[ReportRow]:
+    """Compute what a report says of each module, but for norms that are known.
+
+    Of a module in many layers at once: hundreds of small arrays would each take turns
+    of Python's lock from the thread that steps.
+    """
     norms = {tuple(labels): norm for *labels, norm in known}
-    for module, (_, _, rank, scale), a_pages, b_pages, is_folded in parts:
+    products: dict[tuple[str, int], np.ndarray] = {}
+    for module, (_, _, rank, scale), columns, _, _, is_folded in parts:
         labels = module.layer, module.name, rank, scale
         if (norm := norms.get(labels)) is None:
-            a = np.concatenate([page[0] for page in a_pages])
-            b = np.concatenate(b_pages, axis=1)
-            norm = delta_norm(a, b, 1.0 if is_folded else scale)
+            place = module.group, module.index
+            if place not in products:
+                products[place] = _product_norms(*place, pages, columns)
+            norm = float(products[place][module.layer])
+            norm *= 1.0 if is_folded else abs(scale)
         yield ReportRow(*labels, norm)
+
+
+def _product_norms(
+    group: str, index: int, pages: Mapping[str, Sequence[RankPage]], columns: slice
+) -> np.ndarray:
+    """Return the norm of a module's `B A` in each layer, of the pages as they lie."""
+    a_pages = [page.a[:, index] for page in pages[group]]
+    b_pages = [page.b[:, columns] for page in pages[group]]
+    num_values = sum(page[0].size for page in (*a_pages, *b_pages))
+    num_layers = max(_MAX_WIDENED // num_values, 1)
+    norms = [
+        product_norms(
+            [page[first : first + num_layers] for page in a_pages],
+            [page[first : first + num_layers] for page in b_pages],
+        )
+        for first in range(0, len(a_pages[0]), num_layers)
+    ]
+    return np.concatenate(norms)

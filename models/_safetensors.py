@@ -89,23 +89,24 @@ class SafetensorsFile:
         Raises:
           SafetensorsFileError: the file has become shorter than it was.
         """
-        runs: list[tuple[int, list[memoryview]]] = []
+        runs: list[tuple[int, list[np.ndarray]]] = []
         end = -1
         for name in sorted(targets, key=self._starts.__getitem__):
-            pieces = targets[name]
-            assert sum(piece.size for piece in pieces) == self.tensors[name].size, name
-            assert all(piece.flags.c_contiguous for piece in pieces), name
-            if self._starts[name] != end:
-                end = self._starts[name]
-                runs.append((end, []))
-            runs[-1][1].extend(
-                piece.reshape(-1).view(np.uint8).data for piece in pieces
-            )
-            end += sum(piece.nbytes for piece in pieces)
+            start = self._starts[name]
+            if start != end:
+                runs.append((start, []))
+            end = start
+            for piece in targets[name]:
+                assert piece.flags.c_contiguous, name
+                if piece.size:
+                    runs[-1][1].append(piece.view(np.uint8))
+                    end += piece.nbytes
+            num_elements = (end - start) // targets[name][0].itemsize
+            assert num_elements == self.tensors[name].size, name
         for start, buffers in runs:
-            self._fill(start, [buffer for buffer in buffers if buffer.nbytes])
+            self._fill(start, buffers)
 
-    def _fill(self, start: int, buffers: list[memoryview]) -> None:
+    def _fill(self, start: int, buffers: list[np.ndarray]) -> None:
         """Fill buffers with the bytes from `start` on."""
         while buffers:
             try:
@@ -126,7 +127,7 @@ class SafetensorsFile:
             while buffers and num_bytes >= buffers[0].nbytes:
                 num_bytes -= buffers.pop(0).nbytes
             if num_bytes:
-                buffers[0] = buffers[0][num_bytes:]
+                buffers[0] = buffers[0].reshape(-1)[num_bytes:]
 
     def close(self) -> None:
         """Give the file back to the system; arrays read from it stay valid."""

@@ -1,7 +1,6 @@
 """What an engine's thread does: commands, steps, answers.
 
-Knows requests and the loop that steps them; nothing of files, or of how requests are
-made.
+Knows requests and the loop that steps them; nothing of files or prompts.
 """
 
 import asyncio

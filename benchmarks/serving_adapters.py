@@ -35,7 +35,7 @@ _SCALE = 0.02
 class _There:
     """An adapter on the device; see `claims.Resident`."""
 
-    ready, error = True, None
+    ready, error, is_replaced = True, None, False
 
     def __init__(self, slot: int, weights: int):
         self.slot = slot

@@ -44,7 +44,7 @@ class AdapterFinder:
         return await self._thread.ask(self._unload, name, cancel, can_be_found)
 
     def _unload(self, name: str, cancel: bool, can_be_found: bool) -> Version:
-        version = self._thread.unload(name, cancel)
+        version = self._thread.requests.unload(name, cancel)
         if can_be_found:
             self._unloaded.add(name)
         return version

@@ -62,7 +62,8 @@ class AdapterSources:
         self._config, self._dtype = base.config, np.dtype(base.dtype)
         self._base_names = base.names
         self.empty: EmptyBuffer = HostBuffer.empty
-        self._folder = None if folder is None else Path(folder)
+        # What the current directory is may change before they are read.
+        self._folder = None if folder is None else Path(folder).absolute()
         if self._folder is not None and not self._folder.is_dir():
             raise ValueError(f"adapters_dir must be a directory, got {folder!r}")
 
@@ -100,6 +101,8 @@ class AdapterSources:
                 f"only weights take fields of {_CONFIG_FILE}, got {sorted(fields)}"
             )
         is_remote = isinstance(source, str) and not os.path.isdir(source)
+        if isinstance(source, str | os.PathLike) and not is_remote:
+            source = os.path.abspath(source)
         return Reader(functools.partial(self._read, source), is_remote)
 
     def find(self, name: str) -> Reader | None:

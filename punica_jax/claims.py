@@ -18,6 +18,7 @@ class Resident(Protocol):
       weights: stands for the weights that its rows meet, and for no others ever.
       ready: whether rows may use it in the next step.
       error: what is wrong with it, as far as that is known.
+      is_replaced: whether its name stands for others by now, or for none.
     """
 
     @property
@@ -31,6 +32,9 @@ class Resident(Protocol):
 
     @property
     def error(self) -> Exception | None: ...
+
+    @property
+    def is_replaced(self) -> bool: ...
 
     def verify(self) -> Exception | None:
         """Return what is wrong with it, once a step with such rows is through."""
@@ -115,9 +119,14 @@ class Claims:
     def claim(self, sequence: SequenceState, may_bring: bool) -> Resident | None:
         """Return what a sequence holds, claiming it if it is here or may be brought.
 
-        The sequence fails if it can never be had.
+        One that has not begun gets what its name stands for now. The sequence fails if
+        it can never be had.
         """
         resident = self._held.get(sequence)
+        if resident is not None and resident.is_replaced:
+            if not self.has_begun(sequence):
+                self.let_go(sequence)
+                resident = None
         if sequence.group in self._of_group:
             own = self._of_group[sequence.group]
             if resident is not own:

@@ -140,7 +140,7 @@ class DevicePools:
     def _copy(self, buffer: HostBuffer) -> jax.Array:
         """Begin to copy a page."""
         if not buffer.is_locked:
-            return jax.device_put(buffer.array)
+            return jax.device_put(buffer.array, self._device)
         sharding = SingleDeviceSharding(self._device, memory_kind="device")
         return jax.device_put(buffer.source, sharding)
 
@@ -151,7 +151,7 @@ class DevicePools:
         pages: Mapping[str, Sequence[int]] | None = None,
     ) -> jax.Array:
         """Bring a slot's number and tables to the device, in one copy."""
-        return jax.device_put(self._packed(slot, adapter, pages)[0])
+        return jax.device_put(self._packed(slot, adapter, pages)[0], self._device)
 
     def _packed(
         self,

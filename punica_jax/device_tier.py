@@ -87,9 +87,12 @@ class DeviceTier:
     ) -> bool:
         placements = [one.placement for one in leaving if one.placement is not None]
         num_spare, registry = 0, self._registry
-        if version not in registry.candidates:
+        replacing = [
+            one for one in registry.candidates if registry.replaced(one) in self
+        ]
+        if version not in replacing:
             # What replaces and what is replaced are those that the spare ones are for.
-            both = (*registry.candidates, *registry.retired)
+            both = (*replacing, *registry.retired)
             num_spare = self._num_spare - sum(one in self._versions for one in both)
         return self._table.would_fit(num_pages, placements, num_spare=max(num_spare, 0))
 

@@ -7,10 +7,10 @@ loop's business, and where adapters are the residence's.
 import asyncio
 import contextlib
 import functools
-import itertools
 import logging
 import os
 import queue
+import uuid
 import weakref
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from types import MappingProxyType
@@ -22,8 +22,9 @@ from punica_jax.adapter_finder import AdapterFinder
 from punica_jax.adapter_sources import AdapterSource, AdapterSources
 from punica_jax.base_model import BaseModel
 from punica_jax.chat import ChatOptions
+from punica_jax.configuration import configuration
 from punica_jax.engine_config import EngineConfig
-from punica_jax.engine_request import EngineRequest
+from punica_jax.engine_request import EngineClosedError, EngineRequest
 from punica_jax.engine_thread import EngineThread
 from punica_jax.loop import StepLoop
 from punica_jax.memory import bytes_text, host_adapter_bytes
@@ -40,6 +41,7 @@ from punica_jax.versions import Version
 
 _log = logging.getLogger(__name__)
 NUM_SPARE = 1  # slots; one adapter is replaced at a time while all others are in use
+_LONG_TEXT = 1 << 14  # characters; milliseconds of an event loop
 _NUM_STAGED = MAX_STAGED + 1  # one is being written to its pages meanwhile
 
 
@@ -106,7 +108,8 @@ class Engine:
         self._loop = StepLoop(self._runner, base.sizes, self._residence, config.policy)
         # Nothing that its thread holds may hold the engine: who drops it ends it.
         self._thread = EngineThread(
-            self._loop, self._residence, config.max_waiting, awake
+            *(self._loop, self._residence, config.max_waiting, awake),
+            configuration=configuration(),
         )
         weakref.finalize(self, self._thread.stop).atexit = False
         self._finder = AdapterFinder(self._sources, self._thread)
@@ -116,8 +119,8 @@ class Engine:
             base.config.vocab_size,
             self.max_model_len,
             base.sizes.page_size,
+            max_samples=config.max_waiting + base.sizes.max_seats,
         )
-        self._numbers = itertools.count(1)
         for name, reader in readers.items():
             self._residence.register(name, *reader)
         if config.warm_up:
@@ -188,7 +191,7 @@ class Engine:
           EngineClosedError: the engine has ended.
         """
         sampling = self.default_sampling if sampling is None else sampling
-        request = self._request(prompt, adapter, sampling, terms, request_id)
+        request = await self._request(prompt, adapter, sampling, terms, request_id)
         async with contextlib.aclosing(self._thread.answers(request)) as pieces:
             async for piece in pieces:
                 yield piece
@@ -207,7 +210,7 @@ class Engine:
             until then it goes on. And as `generate`.
         """
         prompt, terms = state.prompt_token_ids, state.terms
-        request = self._request(
+        request = await self._request(
             prompt, state.adapter, state.sampling, terms, request_id
         )
         request.replay(state.samples, self._base.config.vocab_size)
@@ -221,7 +224,8 @@ class Engine:
         What it holds is free after one step. An id that is not known any more, or was
         never, is nothing.
         """
-        self._thread.do(self._thread.end_named, request_id, "cancelled")
+        with contextlib.suppress(EngineClosedError):
+            self._thread.do(self._thread.requests.end_named, request_id, "cancelled")
 
     async def export(self, request_id: str) -> RequestState:
         """Take a request out, whole, so that `resume` goes on with it elsewhere.
@@ -232,7 +236,7 @@ class Engine:
           ValueError: no request under way has that id; one that has failed, or has all
             its tokens, is not.
         """
-        return await self._thread.ask(self._thread.export, request_id)
+        return await self._thread.ask(self._thread.requests.export, request_id)
 
     def register_adapter(
         self,
@@ -333,7 +337,7 @@ class Engine:
         """
         self._thread.close()
 
-    def _request(
+    async def _request(
         self,
         prompt: Any,
         adapter: Any,
@@ -342,14 +346,14 @@ class Engine:
         name: str | None,
     ) -> EngineRequest:
         fresh: list[Piece | Exception] = []
-        sequences = self._prompts.sequences(
-            [prompt],
-            adapter,
-            sampling,
+        make = functools.partial(
+            self._prompts.sequences,
+            *([prompt], adapter, sampling),
             lambda index, text: fresh.append(Piece(index, text)),
             default=self.default_sampling,
             terms=terms,
         )
-        if name is None:
-            name = f"request {next(self._numbers)}"
+        is_long = isinstance(prompt, str) and len(prompt) > _LONG_TEXT
+        sequences = await asyncio.to_thread(make) if is_long else make()
+        name = f"request {uuid.uuid4()}" if name is None else name
         return EngineRequest(name, sequences, sequences[0].sampling, terms, fresh)

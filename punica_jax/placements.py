@@ -69,12 +69,14 @@ class Held:
       weights: stands for these weights and never for others.
       ready: whether rows can use it; a loaded one always is.
       error: what is wrong with it; nothing is with a loaded one.
+      is_replaced: whether its name stands for another one; not while it is held.
     """
 
     slot: int
     weights: int
     ready: bool = True
     error: None = None
+    is_replaced: bool = False
 
     def verify(self) -> None:
         """Return what is wrong with it: nothing is."""

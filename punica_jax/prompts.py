@@ -3,6 +3,7 @@
 Plain Python; knows texts, tokens and names of adapters, nothing of devices or steps.
 """
 
+import math
 import reprlib
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
@@ -22,6 +23,8 @@ class Prompts:
         vocab_size: int,
         max_model_len: int,
         page_size: int,
+        *,
+        max_samples: float = math.inf,
     ):
         """Take what prompts are checked by.
 
@@ -31,12 +34,14 @@ class Prompts:
           vocab_size: the model's.
           max_model_len: most tokens of a sequence.
           page_size: tokens of a KV page.
+          max_samples: most completions of a prompt.
         """
         self._tokenizer = tokenizer
         self._check_adapter = check_adapter
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
         self._page_size = page_size
+        self._max_samples = max_samples
 
     def sequences(
         self,
@@ -76,6 +81,10 @@ class Prompts:
             if not isinstance(params, SamplingParams):
                 raise ValueError(
                     f"sampling {index} must be a SamplingParams, got {params!r}"
+                )
+            if params.n > self._max_samples:
+                raise ValueError(
+                    f"n must be at most {self._max_samples} here, got {params.n}"
                 )
             self._check_tokens(index, params)
         sequences: list[SequenceState] = []

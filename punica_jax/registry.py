@@ -113,6 +113,10 @@ class AdapterRegistry(Mapping[str, Version]):
         if old is not None:
             self._retire(old)
 
+    def replaced(self, version: Version) -> Version | None:
+        """Return what a version that was prepared is to replace, if anything."""
+        return self._current.get(version.name)
+
     def discard(self, version: Version) -> None:
         """Let a version go that was prepared, unless it has been adopted."""
         if version in self.candidates:
@@ -147,7 +151,7 @@ class AdapterRegistry(Mapping[str, Version]):
 
     def _retire(self, version: Version) -> None:
         """Let a version go as soon as nobody holds it."""
-        self.retired[version] = None
+        self.retired[version], version.is_replaced = None, True
         self.pinned.pop(version, None)
         self._settle(version)
 

@@ -6,6 +6,7 @@ Plain values; knows nothing of engines, devices or how it gets there.
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from numbers import Real
 from typing import Any
 
 from punica_jax.request import (
@@ -29,7 +30,7 @@ class SampleState:
         adapter_digest: of the weights that they came from, if it is known.
 
     Raises:
-        ValueError: the seed or a token is none.
+        ValueError: a seed, a token or a log-probability is none.
     """
 
     seed: int
@@ -46,6 +47,12 @@ class SampleState:
         for token in self.token_ids:
             if not is_integer(token) or token < 0:
                 raise ValueError(f"token_ids must be 0 or more, got {token!r}")
+        for entry in (*self.logprobs, *filter(None, self.prompt_logprobs)):
+            if not _is_logprobs(entry):
+                raise ValueError(
+                    "logprobs must be TokenLogprobs of a number, a rank of at least 1, "
+                    f"and tokens and their numbers, got {entry!r}"
+                )
         if not isinstance(self.adapter_digest, str | None):
             raise ValueError(
                 f"adapter_digest must be text or None, got {self.adapter_digest!r}"
@@ -138,6 +145,16 @@ def weights_error(adapter: str | None, began: object, got: object) -> ValueError
         f"adapter {adapter!r} must have the weights that the request began with, of "
         f"digest {began}; here they are {got}; register those under this name, or send "
         "the prompt anew"
+    )
+
+
+def _is_logprobs(entry: Any) -> bool:
+    return (
+        isinstance(entry, TokenLogprobs)
+        and is_integer(entry.rank)
+        and entry.rank >= 1
+        and all(map(is_integer, entry.top))
+        and all(isinstance(one, Real) for one in (entry.logprob, *entry.top.values()))
     )
 
 

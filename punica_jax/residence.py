@@ -19,8 +19,7 @@ from punica_jax.tasks import Kind, Tasks
 from punica_jax.versions import Device, HostAdapter, HostCache, Version, examine
 
 _log = logging.getLogger(__name__)
-# Files that are read at one time, fetched, and copied: those that wait longest come
-# first.
+# Files read, fetched and copied at one time: those that wait longest come first.
 _MAX_READS = 4
 MAX_STAGED = 2
 # A flood of requests for an adapter that cannot be had is refused without a look at its
@@ -265,6 +264,7 @@ class AdapterResidence(AdapterRegistry):
                     self._tasks.start(version, way, version.read)
                 else:
                     version.lacks_room = True
+                    self._check_pins(version)
             return False
         host = version.host
         if reason := self._table.why_never(num_pages, host.rank):
@@ -280,12 +280,7 @@ class AdapterResidence(AdapterRegistry):
             version.lacks_room = True
             if version in self.pinned:
                 self._lacking.add(version)
-            if not self._placed.fits_beside_pinned(version):
-                raise AdapterCapacityError(
-                    f"adapter {version.name!r} does not fit beside the "
-                    f"{len(self._placed.pinned)} that are pinned; unpin one, or raise "
-                    "num_slots or adapter_memory"
-                )
+            self._check_pins(version)
             return False
         for one in leaving:
             self._placed.remove(one)
@@ -294,6 +289,15 @@ class AdapterResidence(AdapterRegistry):
         stage = functools.partial(self._device.stage, host, placed.slot, placed.pages)
         self._tasks.start(version, "stage", stage)
         return True
+
+    def _check_pins(self, version: Version) -> None:
+        """Raise `AdapterCapacityError` if pins leave no room, whoever else leaves."""
+        if not self._placed.fits_beside_pinned(version):
+            raise AdapterCapacityError(
+                f"adapter {version.name!r} does not fit beside the "
+                f"{len(self._placed.pinned)} that are pinned; unpin one, or raise "
+                "num_slots or adapter_memory"
+            )
 
     def _take_read(self, version: Version, host: HostAdapter) -> None:
         version.stats.num_reads += 1

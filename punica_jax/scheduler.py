@@ -234,7 +234,8 @@ class Scheduler:
             if not may_sit and num_seen >= self.max_seats:
                 break
             held = self._claims.get(sequence)
-            if held is not None and held.error is None and not (may_sit or is_closed):
+            has_what_it_needs = held and held.error is None and not held.is_replaced
+            if has_what_it_needs and not (may_sit or is_closed):
                 continue  # mostly: it has its adapter, and waits for a seat
             if sequence.is_over:
                 continue  # whoever ended it releases it; it may have lost its seat

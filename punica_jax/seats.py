@@ -126,6 +126,7 @@ class SeatRow:
         marks[np.asarray(prompt, np.int32)] |= _IN_PROMPT
         stops = [token for token in stop_ids if token < vocab_size]
         marks[np.asarray(stops, np.int32)] |= _STOPS
+        min_len = len(prompt) + params.min_new_tokens
         padded = np.full(max_len, vocab_size, np.int32)
         padded[: len(output)] = output
         return cls(
@@ -135,7 +136,7 @@ class SeatRow:
             min_p=np.asarray(params.min_p, np.float32),
             top_k=np.asarray(min(params.top_k or 0, vocab_size), np.int32),
             seed=np.asarray(seed, np.uint32),
-            min_position=np.asarray(len(prompt) + params.min_new_tokens, np.int32),
+            min_position=np.asarray(min(min_len, max_len), np.int32),
             repetition=np.asarray(params.repetition_penalty, np.float32),
             presence=np.asarray(params.presence_penalty, np.float32),
             frequency=np.asarray(params.frequency_penalty, np.float32),

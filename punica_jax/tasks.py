@@ -6,6 +6,7 @@ it, is `residence`.
 
 import itertools
 import sys
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, KeysView
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -24,6 +25,31 @@ _NUM_FETCHERS = 4  # they wait for a network, minutes perhaps
 _SWITCH_INTERVAL_S = 1e-4
 
 
+class _ShortTurns:
+    """Python's threads take short turns while at least one engine wants them to."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_wanting = 0
+        self._before_s = 0.0
+
+    def begin(self) -> None:
+        with self._lock:
+            if not self._num_wanting:
+                self._before_s = sys.getswitchinterval()
+                sys.setswitchinterval(min(self._before_s, _SWITCH_INTERVAL_S))
+            self._num_wanting += 1
+
+    def end(self) -> None:
+        with self._lock:
+            self._num_wanting -= 1
+            if not self._num_wanting:
+                sys.setswitchinterval(self._before_s)
+
+
+_short_turns = _ShortTurns()
+
+
 class Tasks:
     """Work under way, at most one of each kind for a version."""
 
@@ -35,7 +61,7 @@ class Tasks:
         copier: Executor | None = None,
         examiner: Executor | None = None,
         wake: Callable[[], None] = lambda: None,
-        switch_interval_s: float | None = None,
+        shortens_turns: bool = False,
     ):
         """Begin with none.
 
@@ -45,9 +71,11 @@ class Tasks:
           copier: runs the copies to the device, where files must not hold them up.
           examiner: computes digests and reports, which must not hold up files.
           wake: called, in any thread, when there is something to take.
-          switch_interval_s: what `shutdown` sets Python's to, if anything.
+          shortens_turns: all of the process's threads take short turns, from the first
+            work until `shutdown`.
         """
-        self._switch_interval_s = switch_interval_s
+        self._shortens_turns = shortens_turns
+        self._has_shortened = False
         self._executors: dict[Kind, Executor] = {
             "fetch": fetcher or reader,
             "read": reader,
@@ -63,21 +91,19 @@ class Tasks:
     def threads(cls, wake: Callable[[], None]) -> "Tasks":
         """Begin with none, and with threads for each kind, as an engine has them.
 
-        Until `shutdown` all of the process's threads take shorter turns; see
-        `sys.setswitchinterval`.
+        From the first work until `shutdown` all of the process's threads take shorter
+        turns; see `sys.setswitchinterval`.
 
         Args:
           wake: called, in any thread, when there is something to take.
         """
-        before = sys.getswitchinterval()
-        sys.setswitchinterval(min(before, _SWITCH_INTERVAL_S))
         return cls(
             ThreadPoolExecutor(_NUM_READERS, "punica-jax-adapters"),
             fetcher=ThreadPoolExecutor(_NUM_FETCHERS, "punica-jax-downloads"),
             copier=ThreadPoolExecutor(1, "punica-jax-copies"),
             examiner=ThreadPoolExecutor(_NUM_EXAMINERS, "punica-jax-digests"),
             wake=wake,
-            switch_interval_s=before,
+            shortens_turns=True,
         )
 
     def __len__(self) -> int:
@@ -102,6 +128,9 @@ class Tasks:
 
     def start(self, version: Version, kind: Kind, work: Callable[[], Any]) -> None:
         """Have a thread do something."""
+        if self._shortens_turns and not self._has_shortened:
+            self._has_shortened = True
+            _short_turns.begin()
 
         def note(_: Future[Any]) -> None:
             self._done.append((version, kind))
@@ -130,5 +159,6 @@ class Tasks:
         """End the threads, once they are through with what they do now."""
         for executor in self._executors.values():
             executor.shutdown(wait=False, cancel_futures=True)
-        if self._switch_interval_s is not None:
-            sys.setswitchinterval(self._switch_interval_s)
+        if self._has_shortened:
+            self._has_shortened = False
+            _short_turns.end()

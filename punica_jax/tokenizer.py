@@ -122,7 +122,11 @@ class Tokenizer:
                 "text must be valid Unicode, got a lone surrogate "
                 f"{text[error.start]!r} at index {error.start}"
             ) from error
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        # `encode` holds Python's lock, from whoever launches steps: 0.4 s for 600 kB.
+        [encoding] = self._tokenizer.encode_batch_fast(
+            [text], add_special_tokens=add_special_tokens
+        )
+        return encoding.ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Turn ids into text, special tokens left out.

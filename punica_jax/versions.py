@@ -65,6 +65,7 @@ class Version:
       placement: its slot and pages, while it has them.
       ready: whether rows can use it.
       lacks_room: whether room is what it waited for when it was wanted last.
+      is_replaced: whether its name stands for others by now, or for none.
       is_transient: whether its error may be gone when it is asked for again.
       failed_s: when that error came.
       report: which modules it changes and by how much, once it has been read; None
@@ -99,6 +100,7 @@ class Version:
         self.placement: Placement | None = None
         self.ready = False
         self.lacks_room = False
+        self.is_replaced = False
         self.is_transient = False
         self.failed_s = 0.0
         self.report: Any = None

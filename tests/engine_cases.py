@@ -282,7 +282,9 @@ def check_idle(engine: pj.Engine) -> None:
         loop.scheduler.check_integrity()
         residence.check_integrity()
         leaving = residence.retired or residence.candidates
-        return not (thread._requests or thread._owners or loop.busy or leaving)
+        return not (
+            thread.requests._requests or thread.requests._owners or loop.busy or leaving
+        )
 
     async def wait() -> None:
         end_s = time.monotonic() + WAIT_S

@@ -108,6 +108,7 @@ class FakeResident:
     num_users: int = 0
     is_lost: bool = False
     is_faulty: bool = False
+    is_replaced: bool = False
     error: Exception | None = None
 
     @property
@@ -169,6 +170,8 @@ class FakeAdapters:
     def replace(self, name: str) -> None:
         """Let a name mean other weights from now on; it may be a new name."""
         number, version = self._weights.get(name, (len(self._weights), -1))
+        if (old := self._residents.get((number, version))) is not None:
+            old.is_replaced = True
         self._weights[name] = number, version + 1
 
     def claim(self, name: str | None) -> Resident | None:

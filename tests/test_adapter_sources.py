@@ -121,6 +121,16 @@ def test_only_a_network_is_waited_for_apart(folder: Path):
         assert sources.reader("x", source, {}).is_remote
 
 
+def test_paths_are_those_of_when_they_were_given(folder: Path, monkeypatch):
+    monkeypatch.chdir(folder.parent)
+    sources = AdapterSources(BASE, folder.name)
+    readers = [sources.find("x"), sources.reader("y", f"{folder.name}/y", {})]
+    monkeypatch.chdir("/")
+    assert sources.find("y") is not None
+    for reader in readers:
+        assert reader is not None and reader.read().rank > 0
+
+
 def test_what_a_reader_refuses(folder: Path):
     sources = AdapterSources(BASE, folder)
     for name in ("", None, 3, ["x"]):

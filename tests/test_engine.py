@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import gc
 import queue
+import subprocess
 import sys
 import threading
 import time
@@ -12,6 +13,7 @@ import weakref
 from types import SimpleNamespace
 from typing import Any, cast
 
+import jax
 import pytest
 
 import punica_jax as pj
@@ -33,6 +35,7 @@ from tests.engine_cases import (
     held,
     inside,
     make_engine,
+    own_programs,
     run,
     until,
 )
@@ -135,7 +138,7 @@ def test_many_tasks_on_two_event_loops(engine, alone):
 def steps_after_end(engine, monkeypatch):
     """Return a list that gets, after each step from an end on, whether all is free."""
     is_free, has_ended = [], threading.Event()
-    step, end = engine._loop.step, engine._thread.end
+    step, end = engine._loop.step, engine._thread.requests.end
 
     def stepping():
         over = step()
@@ -149,7 +152,7 @@ def steps_after_end(engine, monkeypatch):
         end(*arguments)
 
     monkeypatch.setattr(engine._loop, "step", stepping)
-    monkeypatch.setattr(engine._thread, "end", ending)
+    monkeypatch.setattr(engine._thread.requests, "end", ending)
     return is_free
 
 
@@ -312,6 +315,118 @@ def test_a_full_queue(root):
         check_idle(engine)
 
 
+def test_lengths_beyond_any_integer_of_the_device_are_a_requests_own(engine, alone):
+    async def main():
+        most = 1 << 40
+        huge = pj.SamplingParams(max_new_tokens=most, min_new_tokens=most)
+        beside = completions(engine.generate("hello", "a", GREEDY))
+        return await asyncio.gather(
+            completions(engine.generate("x", None, huge)), beside
+        )
+
+    [[long], beside] = run(main())
+    assert long.finish_reason == "length"
+    assert len(long.token_ids) + len(long.prompt_token_ids) == engine.max_model_len
+    assert beside == alone("hello", "a", GREEDY)
+
+
+def test_only_long_texts_leave_their_event_loop(engine, monkeypatch):
+    seen, make = [], engine._prompts.sequences
+
+    def making(*args, **kwargs):
+        seen.append(threading.current_thread() is threading.main_thread())
+        return make(*args, **kwargs)
+
+    monkeypatch.setattr(engine._prompts, "sequences", making)
+    ask(engine, "x", "a", GREEDY)
+    with pytest.raises(
+        ValueError, match=r"prompt 0 has .* tokens, which leaves no room"
+    ):
+        ask(engine, "ab " * 10_000, "a", GREEDY)
+    assert seen == [True, False]
+
+
+def test_an_id_that_was_made_is_nobodys(engine):
+    async def main():
+        with Pause(engine, has_tokens(engine, 1)) as pause:
+            named = [
+                completions(
+                    engine.generate("x", "a", GREEDY, request_id=f"request {i}")
+                )
+                for i in range(4)
+            ]
+            first = asyncio.gather(*named)
+            await pause.reached()
+            others = asyncio.gather(
+                *(completions(engine.generate("x", "a", GREEDY)) for _ in range(3))
+            )
+            await asyncio.sleep(0)
+            pause.go()
+            return await first, await others
+
+    answers, others = run(main())
+    assert len({got.text for [got] in (*answers, *others)}) == 1
+
+
+@pytest.mark.parametrize("option", ["device", "precision"])
+def test_its_thread_has_the_configuration_of_who_made_it(root, compiles, option):
+    """Weights, cache and programs are where and what they were made to be."""
+    last = jax.devices()[-1]
+    options = {
+        "device": jax.default_device(last),
+        "precision": jax.default_matmul_precision("highest"),
+    }
+    sampling = pj.SamplingParams(max_new_tokens=4, ignore_eos=True)
+    with own_programs(), options[option]:
+        engine = make_engine(root, max_seats=1, max_step_rows=8)
+    with engine, compiles:
+        for adapter in (None, "a", "b"):
+            ask(engine, "hello", adapter, sampling)
+        runner = engine._runner
+        arrays = runner._weights, runner._cache, runner.adapters.pools
+        devices = {next(iter(one.devices())) for one in jax.tree.leaves(arrays)}
+    assert compiles.count == 0
+    assert len(jax.devices()) > 1
+    assert devices == {last if option == "device" else jax.devices()[0]}
+
+
+_NOT_CLOSED = """
+import asyncio, sys
+import punica_jax as pj
+from tests.engine_cases import CONFIG
+
+LONG_ENOUGH = pj.SamplingParams(max_new_tokens=60, ignore_eos=True)
+engine = pj.Engine(sys.argv[1], config=pj.EngineConfig(**CONFIG | {"warm_up": False}))
+
+async def answer():
+    async for _ in engine.generate("hello", None, LONG_ENOUGH):
+        pass
+
+async def main():
+    await answer()
+    async with asyncio.timeout(0.3):
+        while True:
+            await asyncio.gather(*(answer() for _ in range(4)))
+
+try:
+    asyncio.run(main())
+except TimeoutError:
+    print("the script ends")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("_", range(3))
+def test_a_script_may_end_amid_a_step(root, _):
+    done = subprocess.run(
+        [sys.executable, "-c", _NOT_CLOSED, str(root / "model")],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.returncode, done.stdout) == (0, "the script ends\n"), done.stderr
+
+
 def test_an_id_is_one_requests_alone(engine, alone):
     async def main():
         with Pause(engine, has_tokens(engine, 1)) as pause:
@@ -385,10 +500,10 @@ def test_closing_ends_what_is_under_way(root):
         assert isinstance(error, pj.EngineClosedError)
         assert str(error) == "the engine has ended" and error.__cause__ is None
     engine.close()
+    engine.cancel("x")  # as one that is not known any more
     assert not engine._thread._thread.is_alive()
     for call in (
         lambda: ask(engine, "x"),
-        lambda: engine.cancel("x"),
         lambda: run(engine.export("x")),
         lambda: engine.register_adapter("x", root),
         lambda: run(engine.load_adapter("x", root)),

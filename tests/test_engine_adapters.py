@@ -493,7 +493,7 @@ def test_one_sample_that_fails_ends_the_others(engine, monkeypatch):
         with pytest.raises(pj.RequestError, match="logits are not finite after token"):
             await completions(engine.generate("hello", "a", sampling))
         # Whoever asked is still there: it is not for its sake that they end.
-        await until(lambda: not engine._thread._owners)
+        await until(lambda: not engine._thread.requests._owners)
 
     run(main())
     after = engine.stats().adapters["a"]
@@ -702,7 +702,7 @@ def test_who_waits_for_users_may_leave(engine, root, alone):
                 first.go()
                 await second.reached()
                 await asyncio.sleep(0)
-                assert engine._thread._leaving and not unloaded.done()
+                assert engine._thread.requests._leaving and not unloaded.done()
                 unloaded.cancel()
                 await asyncio.gather(unloaded, return_exceptions=True)
                 second.go()
@@ -711,6 +711,40 @@ def test_who_waits_for_users_may_leave(engine, root, alone):
     assert run(main())[0].token_ids == alone("hello", "a", LONG)[0].token_ids
     check_idle(engine)
     assert "name" not in engine.adapters
+
+
+def test_what_was_replaced_while_it_left_is_forgotten(engine, root, monkeypatch):
+    """Also while requests for those that came in its place never cease."""
+    load(engine, "name", root / "adapters" / "a")
+    requests, seen = engine._thread.requests, []
+    note_end = requests.note_end
+
+    def noting(sequence):
+        note_end(sequence)
+        seen.append(dict(requests._leaving))
+
+    monkeypatch.setattr(requests, "note_end", noting)
+
+    async def main():
+        with Pause(engine, has_tokens(engine, 2)) as pause:
+            old = asyncio.create_task(
+                completions(engine.generate("hello", "name", GREEDY))
+            )
+            await pause.reached()
+            unloaded = asyncio.create_task(engine.unload_adapter("name"))
+            await until(lambda: bool(engine._thread._commands))
+            engine.register_adapter("name", root / "adapters" / "b")
+            new = asyncio.create_task(
+                completions(engine.generate("hello", "name", LONG))
+            )
+            await until(lambda: len(engine._thread._commands) == 3)
+            pause.go()
+            return await old, await new, await unloaded
+
+    run(main())
+    assert seen == [{}, {}]
+    run(engine.unload_adapter("name"))
+    check_idle(engine)
 
 
 def hold_copies(engine, monkeypatch):

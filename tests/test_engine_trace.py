@@ -318,7 +318,7 @@ def test_tokens_are_those_alone_until_two_tie(
 def assert_nothing_held(engine):
     """Assert that an idle engine holds what its adapters need, and nothing else."""
     thread, residence = engine._thread, engine._residence
-    assert not thread._commands and not thread._leaving
+    assert not thread._commands and not thread.requests._leaving
     loop = engine._loop
     assert not loop._timed and not loop._ending
     assert not loop.scheduler.sequences and not loop.scheduler._overtaken

@@ -9,6 +9,16 @@ from hypothesis import strategies as st
 from punica_jax.request import SamplingParams, Terms, TokenLogprobs
 from punica_jax.request_state import RequestState, SampleState
 
+BAD_LOGPROBS = [
+    None,
+    -0.5,
+    TokenLogprobs(logprob=None, rank=1, top={}),  # pyright: ignore[reportArgumentType]
+    TokenLogprobs(logprob=-1.0, rank=0, top={}),
+    TokenLogprobs(logprob=-1.0, rank=1.5, top={}),  # pyright: ignore[reportArgumentType]
+    TokenLogprobs(logprob=-1.0, rank=1, top={2: "x"}),  # pyright: ignore[reportArgumentType]
+]
+
+
 TOKENS = st.lists(st.integers(0, 1 << 20), max_size=5).map(tuple)
 NUMBERS = st.floats(allow_nan=False, width=32)
 LOGPROBS = st.builds(
@@ -149,3 +159,13 @@ def without(name, **deeper):
 def test_other_texts(text, message):
     with pytest.raises(ValueError, match=message):
         RequestState.from_json(text)
+
+
+@pytest.mark.parametrize("entry", BAD_LOGPROBS, ids=repr)
+def test_logprobs_that_are_none_are_refused(entry):
+    """They would fail where its completion is made: in the thread of all requests."""
+    with pytest.raises(ValueError, match="logprobs must be TokenLogprobs of a number"):
+        SampleState(seed=1, token_ids=(65,), logprobs=(entry,))
+    if entry is not None:
+        with pytest.raises(ValueError, match="logprobs must be TokenLogprobs of a"):
+            SampleState(seed=1, token_ids=(), prompt_logprobs=(None, entry))

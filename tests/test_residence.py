@@ -540,6 +540,46 @@ def test_a_pinned_one_that_was_not_copied_comes_when_it_is_asked_for(place: Sett
     assert version.ready
 
 
+def test_what_cannot_fit_beside_pins_is_refused_also_before_it_is_read_again():
+    place = Setting(num_slots=1, host_bytes=FakeHost("x").nbytes)
+    place.add("pinned", is_pinned=True)
+    place.settle()
+    names = ("x", "y")
+    for name in names:
+        place.add(name)
+    for name in names * 3:
+        with pytest.raises(AdapterCapacityError, match="does not fit beside the 1"):
+            place.hold(name)
+    large = place.add("large", FakeHost("large", nbytes=1000))
+    for _ in range(3):
+        with pytest.raises(AdapterCapacityError, match="does not fit beside the 1"):
+            place.hold("large")
+        place.add("z")  # pushes it out of host memory
+        with pytest.raises(AdapterCapacityError, match="does not fit beside the 1"):
+            place.hold("z")
+    assert large.host is None and large.nbytes == 1000
+
+
+def test_the_spare_slot_is_for_what_replaces_one_that_is_there():
+    place = Setting(num_slots=2, num_spare=1)
+    for name in "abc":
+        place.add(name, is_pinned=name < "c")
+    place.settle()
+    for name in ("new", "c"):  # one of a name that is not known, or not there
+        version = place.residence.prepare(name, lambda: FakeHost("new"))
+        place.residence.want(version)
+        place.settle()
+        assert version.placement is None
+        place.residence.discard(version)
+    version = place.residence.prepare("a", lambda: FakeHost("new"))
+    place.residence.want(version)
+    place.settle()
+    assert version.ready
+    place.residence.adopt(version)
+    place.settle()
+    assert place.residence.num_on_device == 2
+
+
 @pytest.mark.parametrize("is_adopted", [False, True])
 def test_pinning_again_tries_again(place: Setting, is_adopted: bool):
     version = place.residence.prepare("x", lambda: FakeHost("x"))
@@ -612,17 +652,31 @@ def test_a_network_holds_up_no_file():
     ]
 
 
-def test_threads_that_load_take_short_turns():
+def test_threads_that_load_take_short_turns(place: Setting):
     before = sys.getswitchinterval()
     try:
         for interval, expected in ((5e-3, 1e-4), (5e-5, 5e-5)):
             sys.setswitchinterval(interval)
             tasks = Tasks.threads(lambda: None)
+            assert sys.getswitchinterval() == pytest.approx(interval, rel=0.05)
+            tasks.start(place.add("x"), "read", lambda: None)
             assert sys.getswitchinterval() == pytest.approx(expected, rel=0.05)
             tasks.shutdown()
             assert sys.getswitchinterval() == pytest.approx(interval, rel=0.05)
     finally:
         sys.setswitchinterval(before)
+
+
+def test_turns_stay_short_until_nobody_loads(place: Setting):
+    before = sys.getswitchinterval()
+    one, other = Tasks.threads(lambda: None), Tasks.threads(lambda: None)
+    for tasks in (one, other):
+        tasks.start(place.add("x"), "read", lambda: None)
+    one.shutdown()
+    assert sys.getswitchinterval() == pytest.approx(1e-4, rel=0.05)
+    other.shutdown()
+    other.shutdown()
+    assert sys.getswitchinterval() == pytest.approx(before, rel=0.05)
 
 
 def test_replacing_keeps_what_is_in_use(place: Setting):

@@ -649,6 +649,26 @@ class TestAdapters:
         simulation.step()
         assert rows_of(simulation) == {second: 1}
 
+    @pytest.mark.parametrize("load_steps", [0, 3])
+    def test_who_has_not_begun_gets_what_its_name_stands_for(self, load_steps):
+        adapters = FakeAdapters("a", 2, load_steps=load_steps)
+        simulation = Simulation(max_seats=1, adapters=adapters)
+        begun = make_sequence([1], "a", 8)
+        waiting = [make_sequence([number], "a", 2) for number in range(3)]
+        simulation.add(begun, *waiting)
+        while not rows_of(simulation):
+            simulation.step()
+        old = adapters.weights_of("a")
+        adapters.replace("a")
+        new = adapters.weights_of("a")
+        drawn_by = simulation.device.drawn_by
+        seen = {one: set() for one in (begun, *waiting)}
+        while not all(one.is_over for one in waiting):
+            simulation.step()
+            for one, weights in drawn_by.items():
+                seen[one] |= set(weights)
+        assert seen == {begun: {old}, **{one: {new} for one in waiting}}
+
     @pytest.mark.parametrize("policy", POLICIES)
     @pytest.mark.parametrize("num_slots", [1, 2])
     def test_a_stream_for_adapters_that_are_there_starves_nobody(

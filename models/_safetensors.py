@@ -89,7 +89,7 @@ class SafetensorsFile:
         Raises:
           SafetensorsFileError: the file has become shorter than it was.
         """
-        runs: list[tuple[int, list[np.ndarray]]] = []
+        runs: list[tuple[int, list[memoryview]]] = []
         end = -1
         for name in sorted(targets, key=self._starts.__getitem__):
             start = self._starts[name]
@@ -99,14 +99,14 @@ class SafetensorsFile:
             for piece in targets[name]:
                 assert piece.flags.c_contiguous, name
                 if piece.size:
-                    runs[-1][1].append(piece.view(np.uint8))
+                    runs[-1][1].append(piece.view(np.uint8).data)
                     end += piece.nbytes
             num_elements = (end - start) // targets[name][0].itemsize
             assert num_elements == self.tensors[name].size, name
         for start, buffers in runs:
             self._fill(start, buffers)
 
-    def _fill(self, start: int, buffers: list[np.ndarray]) -> None:
+    def _fill(self, start: int, buffers: list[memoryview]) -> None:
         """Fill buffers with the bytes from `start` on."""
         while buffers:
             try:
@@ -127,7 +127,7 @@ class SafetensorsFile:
             while buffers and num_bytes >= buffers[0].nbytes:
                 num_bytes -= buffers.pop(0).nbytes
             if num_bytes:
-                buffers[0] = buffers[0].reshape(-1)[num_bytes:]
+                buffers[0] = buffers[0].cast("B")[num_bytes:]
 
     def close(self) -> None:
         """Give the file back to the system; arrays read from it stay valid."""

@@ -6,14 +6,16 @@ Knows the options that change where arrays are and which programs compute them.
 import contextlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from typing import Any
 
 import jax
 
 
 def configuration() -> AbstractContextManager[None]:
     """Return what the calling thread has set, to be entered once in another."""
-    device = jax.config.jax_default_device
-    precision = jax.config.jax_default_matmul_precision
+    config: Any = jax.config  # JAX's stubs lack its options
+    device = config.jax_default_device
+    precision = config.jax_default_matmul_precision
 
     @contextlib.contextmanager
     def same() -> Iterator[None]:

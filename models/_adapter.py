@@ -22,7 +22,7 @@ from punica_jax.pallas_kernels import RANK_PAGE
 
 # Copying waits for memory: more threads than this bring nothing.
 _MAX_THREADS = 8
-# Values whose norms are computed at one time, in eight bytes each.
+# Values whose norms are computed at one time, in up to 20 bytes each.
 _MAX_WIDENED = 1 << 22
 
 # Reads tensors: name -> arrays of its dtype, which its rows fill one after the other.

@@ -121,7 +121,7 @@ def product_norms(a: Sequence[np.ndarray], b: Sequence[np.ndarray]) -> np.ndarra
       b: as many of B, one beside the other: `[layers, d_out, lanes]`.
 
     Returns:
-      The norms `f64[layers]`; NaN where weights are not finite.
+      The norms `f64[layers]`; not finite where weights are not.
     """
     a_whole = np.concatenate([_widened(part) for part in a], axis=1)
     b_whole = np.concatenate([_widened(part) for part in b], axis=2)

@@ -102,7 +102,7 @@ class AdapterSources:
             )
         is_remote = isinstance(source, str) and not os.path.isdir(source)
         if isinstance(source, str | os.PathLike) and not is_remote:
-            source = os.path.abspath(source)
+            source = Path(source).absolute()
         return Reader(functools.partial(self._read, source), is_remote)
 
     def find(self, name: str) -> Reader | None:

@@ -119,12 +119,13 @@ class Claims:
     def claim(self, sequence: SequenceState, may_bring: bool) -> Resident | None:
         """Return what a sequence holds, claiming it if it is here or may be brought.
 
-        One that has not begun gets what its name stands for now. The sequence fails if
-        it can never be had.
+        One that has not begun, here or elsewhere, gets what its name stands for now.
+        The sequence fails if it can never be had.
         """
         resident = self._held.get(sequence)
         if resident is not None and resident.is_replaced:
-            if not self.has_begun(sequence):
+            goes_on = sequence.num_replayed or sequence.adapter_digest
+            if not (self.has_begun(sequence) or goes_on):
                 self.let_go(sequence)
                 resident = None
         if sequence.group in self._of_group:

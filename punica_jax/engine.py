@@ -22,10 +22,10 @@ from punica_jax.adapter_finder import AdapterFinder
 from punica_jax.adapter_sources import AdapterSource, AdapterSources
 from punica_jax.base_model import BaseModel
 from punica_jax.chat import ChatOptions
-from punica_jax.configuration import configuration
 from punica_jax.engine_config import EngineConfig
 from punica_jax.engine_request import EngineClosedError, EngineRequest
 from punica_jax.engine_thread import EngineThread
+from punica_jax.jax_options import options_of_this_thread
 from punica_jax.loop import StepLoop
 from punica_jax.memory import bytes_text, host_adapter_bytes
 from punica_jax.prompts import Prompts
@@ -41,7 +41,6 @@ from punica_jax.versions import Version
 
 _log = logging.getLogger(__name__)
 NUM_SPARE = 1  # slots; one adapter is replaced at a time while all others are in use
-_LONG_TEXT = 1 << 14  # characters; milliseconds of an event loop
 _NUM_STAGED = MAX_STAGED + 1  # one is being written to its pages meanwhile
 
 
@@ -108,8 +107,11 @@ class Engine:
         self._loop = StepLoop(self._runner, base.sizes, self._residence, config.policy)
         # Nothing that its thread holds may hold the engine: who drops it ends it.
         self._thread = EngineThread(
-            *(self._loop, self._residence, config.max_waiting, awake),
-            configuration=configuration(),
+            self._loop,
+            self._residence,
+            config.max_waiting,
+            awake,
+            options_of_this_thread(),
         )
         weakref.finalize(self, self._thread.stop).atexit = False
         self._finder = AdapterFinder(self._sources, self._thread)
@@ -346,14 +348,13 @@ class Engine:
         name: str | None,
     ) -> EngineRequest:
         fresh: list[Piece | Exception] = []
-        make = functools.partial(
-            self._prompts.sequences,
-            *([prompt], adapter, sampling),
+        sequences = await self._prompts.sequences_of_one(
+            prompt,
+            adapter,
+            sampling,
             lambda index, text: fresh.append(Piece(index, text)),
             default=self.default_sampling,
             terms=terms,
         )
-        is_long = isinstance(prompt, str) and len(prompt) > _LONG_TEXT
-        sequences = await asyncio.to_thread(make) if is_long else make()
         name = f"request {uuid.uuid4()}" if name is None else name
         return EngineRequest(name, sequences, sequences[0].sampling, terms, fresh)

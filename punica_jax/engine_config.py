@@ -32,10 +32,11 @@ class EngineConfig:
       adapter_memory: the same for the adapters. None: room for `num_slots` of
         `max_rank`, and one more, so that any of them can be replaced.
       host_adapter_memory: most host memory of adapters, in bytes or as a fraction of
-        the machine's; None is a quarter of it. Up to four that are being read come on
-        top of it, and arrays that were given to `register_adapter` are kept beside it.
-        On a GPU a half, at most 2 GiB, is page-locked from the start, if the engine is
-        made with adapters; what nobody has of that comes on top, too.
+        the machine's; None is a quarter of it. Up to four that are being read, and four
+        from the hub, come on top of it, and arrays that were given to
+        `register_adapter` are kept beside it. On a GPU a half, at most 2 GiB, is
+        page-locked from the start, if the engine is made with adapters; what nobody has
+        of that comes on top, too.
       max_waiting: sequences (`n` of a request) that may wait; more are refused.
       policy: makes the queue of those that wait: `FirstComeFirstServed`,
         `LatencyTargets`, `FairShare`, or a function that returns one with arguments.

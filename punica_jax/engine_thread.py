@@ -44,7 +44,7 @@ class EngineThread:
         residence: AdapterResidence,
         max_waiting: int,
         awake: "queue.SimpleQueue[None]",
-        configuration: AbstractContextManager[None] | None = None,
+        options: AbstractContextManager[None] | None = None,
     ):
         """Make it; `start` starts it.
 
@@ -53,11 +53,11 @@ class EngineThread:
           residence: has their adapters.
           max_waiting: sequences that may wait; requests that bring more are refused.
           awake: what wakes it; no `Event`: its lock would stop a finalizer.
-          configuration: what all of its steps run under.
+          options: what all of its steps run under.
         """
         self.loop = loop
         self.residence = residence
-        self._configuration = configuration
+        self._options = options
         self.requests = RequestTable(loop, residence, max_waiting)
         self._commands: deque[Callable[[], object]] = deque()
         self._lock = threading.Lock()
@@ -192,7 +192,7 @@ class EngineThread:
 
     def _serve(self) -> None:
         try:
-            with self._configuration or contextlib.nullcontext():
+            with self._options or contextlib.nullcontext():
                 self._take_turns()
         except BaseException as error:
             _log.exception("the engine has ended")

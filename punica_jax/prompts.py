@@ -3,6 +3,9 @@
 Plain Python; knows texts, tokens and names of adapters, nothing of devices or steps.
 """
 
+import asyncio
+import contextlib
+import functools
 import math
 import reprlib
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -11,6 +14,8 @@ from typing import Any
 from punica_jax.request import SamplingParams, Terms, is_integer
 from punica_jax.sequence import DEFAULT_TERMS, SequenceState
 from punica_jax.tokenizer import Tokenizer
+
+_LONG_TEXT = 1 << 14  # characters; milliseconds
 
 
 class Prompts:
@@ -113,6 +118,17 @@ class Prompts:
                 for sample_index in range(params.n)
             ]
         return sequences
+
+    async def sequences_of_one(
+        self, prompt: Any, *args: Any, **options: Any
+    ) -> list[SequenceState]:
+        """Do so for one prompt; if it is a long text, beside the event loop."""
+        make = functools.partial(self.sequences, [prompt], *args, **options)
+        if isinstance(prompt, str) and len(prompt) > _LONG_TEXT:
+            # Where the interpreter is ending, no thread can be begun.
+            with contextlib.suppress(RuntimeError):
+                return await asyncio.to_thread(make)
+        return make()
 
     def _check_tokens(self, index: int, params: SamplingParams) -> None:
         """Raise ValueError if a parameter names a token that the model lacks."""

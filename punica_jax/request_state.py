@@ -4,7 +4,8 @@ Plain values; knows nothing of engines, devices or how it gets there.
 """
 
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from numbers import Real
 from typing import Any
@@ -30,7 +31,7 @@ class SampleState:
         adapter_digest: of the weights that they came from, if it is known.
 
     Raises:
-        ValueError: a seed, a token or a log-probability is none.
+        ValueError: the seed or a token is none.
     """
 
     seed: int
@@ -47,12 +48,6 @@ class SampleState:
         for token in self.token_ids:
             if not is_integer(token) or token < 0:
                 raise ValueError(f"token_ids must be 0 or more, got {token!r}")
-        for entry in (*self.logprobs, *filter(None, self.prompt_logprobs)):
-            if not _is_logprobs(entry):
-                raise ValueError(
-                    "logprobs must be TokenLogprobs of a number, a rank of at least 1, "
-                    f"and tokens and their numbers, got {entry!r}"
-                )
         if not isinstance(self.adapter_digest, str | None):
             raise ValueError(
                 f"adapter_digest must be text or None, got {self.adapter_digest!r}"
@@ -79,6 +74,13 @@ class SampleState:
                 f"{'all' if has_logprobs else 'none'} of its {num_tokens} tokens, got "
                 f"{num_logprobs}"
             )
+        known = [entry for entry in self.prompt_logprobs if entry is not None]
+        for entry in (*self.logprobs, *known):
+            if not _is_logprobs(entry):
+                raise ValueError(
+                    "logprobs must be TokenLogprobs of a number, a rank of at least 1, "
+                    f"and tokens and their numbers, got {entry!r}"
+                )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,9 +155,20 @@ def _is_logprobs(entry: Any) -> bool:
         isinstance(entry, TokenLogprobs)
         and is_integer(entry.rank)
         and entry.rank >= 1
+        and isinstance(entry.top, Mapping)
         and all(map(is_integer, entry.top))
-        and all(isinstance(one, Real) for one in (entry.logprob, *entry.top.values()))
+        and all(map(_is_float, (entry.logprob, *entry.top.values())))
     )
+
+
+def _is_float(value: Any) -> bool:
+    """Tell whether it is a number, finite or -inf, that a float can be."""
+    if not isinstance(value, Real):
+        return False
+    try:
+        return float(value) < math.inf
+    except OverflowError:  # of an integer
+        return False
 
 
 def _logprobs_of(entries: Sequence[Any]) -> tuple[Any, ...]:

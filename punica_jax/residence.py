@@ -19,7 +19,7 @@ from punica_jax.tasks import Kind, Tasks
 from punica_jax.versions import Device, HostAdapter, HostCache, Version, examine
 
 _log = logging.getLogger(__name__)
-# Files read, fetched and copied at one time: those that wait longest come first.
+# At one time, from files and from the hub each, and copies: oldest wishes first.
 _MAX_READS = 4
 MAX_STAGED = 2
 # A flood of requests for an adapter that cannot be had is refused without a look at its
@@ -213,14 +213,14 @@ class AdapterResidence(AdapterRegistry):
         for version in filter(self._is_absent, list(self.pinned)):
             if version in self.candidates or version.num_pages in lacking:
                 continue
+            if version.is_remote and len(self._tasks.of("fetch")) >= _MAX_READS:
+                continue  # a network must not hold up files
             if self._placed.idle_for(version, {}) is None:
                 self._lacking.add(version)
                 break  # no slot: nor is there one for those that follow
             with contextlib.suppress(AdapterCapacityError):  # until there are fewer
                 self._place(version, reads_ahead=False)
             if self._is_absent(version):
-                if version.is_remote and version.host is None:
-                    continue  # a network must not hold up files
                 if not version.lacks_room:
                     break  # enough are on their way: they come before
                 lacking.append(version.num_pages)
@@ -257,11 +257,11 @@ class AdapterResidence(AdapterRegistry):
         if version.host is None:
             # Who is examined keeps its weights: digests must not hold up files sooner.
             may_grow = self._on_host.may_grow(self._tasks.of("examine"))
-            way: Kind = "fetch" if version.is_remote else "read"
-            if len(self._tasks.of(way)) < _MAX_READS and may_grow:
+            kind: Kind = "fetch" if version.is_remote else "read"
+            if len(self._tasks.of(kind)) < _MAX_READS and may_grow:
                 can_come = reads_ahead and self._on_host.may_read(version)
                 if can_come or self._placed.idle_for(version, num_pages) is not None:
-                    self._tasks.start(version, way, version.read)
+                    self._tasks.start(version, kind, version.read)
                 else:
                     version.lacks_room = True
                     self._check_pins(version)

@@ -64,7 +64,7 @@ class SequenceState:
 
     # A step that looks at a thousand that wait takes a tenth to a fifth less so.
     __slots__ = tuple(
-        "_adapter_digest _eos _logprobs _num_pending _page_size _prompt_index "
+        "_eos _logprobs _num_pending _page_size _prompt_index adapter_digest "
         "_prompt_logprobs _sample_index _slot _stop_reason _tokens _transcript adapter "
         "arrival arrived_s draws error finish_reason first_token_s group has_drawn "
         "max_len newest_token_s num_cached num_in_flight num_prompt num_published "
@@ -96,7 +96,7 @@ class SequenceState:
         self.num_cached = self.num_in_flight = 0
         self.num_published = self.num_replayed = 0
         self.weights: Hashable = None
-        self._adapter_digest: str | None = None  # which it began with elsewhere
+        self.adapter_digest: str | None = None  # which it began with elsewhere
         self.arrived_s = time.monotonic()
         self.seated_s: float | None = None
         self.first_token_s: float | None = None
@@ -237,7 +237,7 @@ class SequenceState:
         """
         self.num_in_flight -= 1
         self._num_pending -= chunk.ends
-        began = self._adapter_digest
+        began = self.adapter_digest
         if began is not None and began != self._known_digest:
             self.fail(weights_error(self.adapter, began, self._known_digest))
         if self.is_over:
@@ -259,7 +259,7 @@ class SequenceState:
         wants = self.sampling.logprobs is not None
         sample.check(self.max_len - self.num_prompt, has_logprobs=wants)
         self.seed = sample.seed
-        self._adapter_digest = sample.adapter_digest
+        self.adapter_digest = sample.adapter_digest
         self.num_replayed = len(sample.token_ids)
         if len(sample.prompt_logprobs) == self.num_prompt:
             self._prompt_logprobs = list(sample.prompt_logprobs)
@@ -285,7 +285,7 @@ class SequenceState:
     def _known_digest(self) -> str | None:
         if isinstance(self.weights, tuple) and self.weights[0] == "digest":
             return self.weights[1]
-        return self._adapter_digest
+        return self.adapter_digest
 
     def _take(self, token: int, logprobs: TokenLogprobs | None) -> None:
         """Add a token, show its text, and end where it says so."""

@@ -31,19 +31,21 @@ class _ShortTurns:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._num_wanting = 0
-        self._before_s = 0.0
+        self._before_s = self._own_s = 0.0
 
     def begin(self) -> None:
         with self._lock:
             if not self._num_wanting:
                 self._before_s = sys.getswitchinterval()
                 sys.setswitchinterval(min(self._before_s, _SWITCH_INTERVAL_S))
+                self._own_s = sys.getswitchinterval()
             self._num_wanting += 1
 
     def end(self) -> None:
         with self._lock:
             self._num_wanting -= 1
-            if not self._num_wanting:
+            # Else somebody has set it meanwhile.
+            if not self._num_wanting and sys.getswitchinterval() == self._own_s:
                 sys.setswitchinterval(self._before_s)
 
 
@@ -72,7 +74,7 @@ class Tasks:
           examiner: computes digests and reports, which must not hold up files.
           wake: called, in any thread, when there is something to take.
           shortens_turns: all of the process's threads take short turns, from the first
-            work until `shutdown`.
+            work until `shutdown`, or that of the last of several.
         """
         self._shortens_turns = shortens_turns
         self._has_shortened = False
@@ -136,7 +138,11 @@ class Tasks:
             self._done.append((version, kind))
             self._wake()
 
-        future = self._executors[kind].submit(work)
+        try:
+            future = self._executors[kind].submit(work)
+        except RuntimeError as error:  # the interpreter is ending: this load fails
+            future = Future()
+            future.set_exception(error)
         self._futures[kind][version] = future
         future.add_done_callback(note)
 

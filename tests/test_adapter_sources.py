@@ -131,6 +131,12 @@ def test_paths_are_those_of_when_they_were_given(folder: Path, monkeypatch):
         assert reader is not None and reader.read().rank > 0
 
 
+def test_a_path_goes_through_links(folder: Path, tmp_path: Path):
+    (tmp_path / "link").symlink_to(folder / "x")
+    path = f"{tmp_path}/link/../y"  # beside what the link names
+    assert AdapterSources(BASE, None).reader("y", path, {}).read().rank > 0
+
+
 def test_what_a_reader_refuses(folder: Path):
     sources = AdapterSources(BASE, folder)
     for name in ("", None, 3, ["x"]):

@@ -346,35 +346,37 @@ def test_only_long_texts_leave_their_event_loop(engine, monkeypatch):
     assert seen == [True, False]
 
 
-def test_an_id_that_was_made_is_nobodys(engine):
-    async def main():
-        with Pause(engine, has_tokens(engine, 1)) as pause:
-            named = [
-                completions(
-                    engine.generate("x", "a", GREEDY, request_id=f"request {i}")
+def test_an_id_that_was_made_is_nobodys(root):
+    with make_engine(root) as engine:
+
+        async def main():
+            ids = [f"request {number}" for number in range(4)]
+            with Pause(engine, has_tokens(engine, 1)) as pause:
+                named = asyncio.gather(
+                    *(
+                        completions(engine.generate("x", "a", GREEDY, request_id=one))
+                        for one in ids
+                    )
                 )
-                for i in range(4)
-            ]
-            first = asyncio.gather(*named)
-            await pause.reached()
-            others = asyncio.gather(
-                *(completions(engine.generate("x", "a", GREEDY)) for _ in range(3))
-            )
-            await asyncio.sleep(0)
-            pause.go()
-            return await first, await others
+                await pause.reached()
+                others = asyncio.gather(
+                    *(completions(engine.generate("x", "a", GREEDY)) for _ in range(3))
+                )
+                await asyncio.sleep(0)
+                pause.go()
+                return [*await named, *await others]
 
-    answers, others = run(main())
-    assert len({got.text for [got] in (*answers, *others)}) == 1
+        assert len({got.text for [got] in run(main())}) == 1
 
 
-@pytest.mark.parametrize("option", ["device", "precision"])
+@pytest.mark.parametrize("option", ["device", "precision", "rank"])
 def test_its_thread_has_the_configuration_of_who_made_it(root, compiles, option):
     """Weights, cache and programs are where and what they were made to be."""
     last = jax.devices()[-1]
     options = {
         "device": jax.default_device(last),
         "precision": jax.default_matmul_precision("highest"),
+        "rank": jax.numpy_rank_promotion("warn"),
     }
     sampling = pj.SamplingParams(max_new_tokens=4, ignore_eos=True)
     with own_programs(), options[option]:

@@ -16,6 +16,10 @@ BAD_LOGPROBS = [
     TokenLogprobs(logprob=-1.0, rank=0, top={}),
     TokenLogprobs(logprob=-1.0, rank=1.5, top={}),  # pyright: ignore[reportArgumentType]
     TokenLogprobs(logprob=-1.0, rank=1, top={2: "x"}),  # pyright: ignore[reportArgumentType]
+    TokenLogprobs(logprob=-1.0, rank=1, top=None),  # pyright: ignore[reportArgumentType]
+    TokenLogprobs(logprob=-1.0, rank=1, top=[1]),  # pyright: ignore[reportArgumentType]
+    TokenLogprobs(logprob=-(10**400), rank=1, top={}),
+    TokenLogprobs(logprob=float("nan"), rank=1, top={}),
 ]
 
 
@@ -161,11 +165,11 @@ def test_other_texts(text, message):
         RequestState.from_json(text)
 
 
-@pytest.mark.parametrize("entry", BAD_LOGPROBS, ids=repr)
+@pytest.mark.parametrize("entry", BAD_LOGPROBS, ids=lambda entry: repr(entry)[:60])
 def test_logprobs_that_are_none_are_refused(entry):
     """They would fail where its completion is made: in the thread of all requests."""
-    with pytest.raises(ValueError, match="logprobs must be TokenLogprobs of a number"):
-        SampleState(seed=1, token_ids=(65,), logprobs=(entry,))
-    if entry is not None:
-        with pytest.raises(ValueError, match="logprobs must be TokenLogprobs of a"):
-            SampleState(seed=1, token_ids=(), prompt_logprobs=(None, entry))
+    output = SampleState(seed=1, token_ids=(65,), logprobs=(entry,))
+    prompt = SampleState(seed=1, token_ids=(), prompt_logprobs=(None, entry))
+    for state in (output, prompt) if entry is not None else (output,):
+        with pytest.raises(ValueError, match="logprobs must be TokenLogprobs of a num"):
+            state.check(9, has_logprobs=state is output)

@@ -667,6 +667,29 @@ def test_threads_that_load_take_short_turns(place: Setting):
         sys.setswitchinterval(before)
 
 
+def test_what_no_thread_can_do_any_more_fails_alone(place: Setting):
+    """As while the interpreter ends, when others' threads still ask."""
+    tasks = Tasks.threads(lambda: None)
+    tasks.shutdown()
+    version = place.add("x")
+    tasks.start(version, "read", lambda: None)
+    [(failed, kind, task)] = tasks.take()
+    assert (failed, kind) == (version, "read")
+    assert isinstance(task.exception(), RuntimeError)
+
+
+def test_turns_that_others_set_are_left(place: Setting):
+    before = sys.getswitchinterval()
+    tasks = Tasks.threads(lambda: None)
+    tasks.start(place.add("x"), "read", lambda: None)
+    try:
+        sys.setswitchinterval(2e-3)
+        tasks.shutdown()
+        assert sys.getswitchinterval() == pytest.approx(2e-3, rel=0.05)
+    finally:
+        sys.setswitchinterval(before)
+
+
 def test_turns_stay_short_until_nobody_loads(place: Setting):
     before = sys.getswitchinterval()
     one, other = Tasks.threads(lambda: None), Tasks.threads(lambda: None)

@@ -21,6 +21,7 @@ from hypothesis.stateful import (
 
 from punica_jax.loop import StepLoop
 from punica_jax.policies import FairShare, FirstComeFirstServed, LatencyTargets
+from punica_jax.request_state import SampleState
 from punica_jax.sequence import SequenceState
 from punica_jax.sizes import Sizes
 from tests.scheduler_cases import (
@@ -668,6 +669,25 @@ class TestAdapters:
             for one, weights in drawn_by.items():
                 seen[one] |= set(weights)
         assert seen == {begun: {old}, **{one: {new} for one in waiting}}
+
+    @pytest.mark.parametrize("digest", [None, "its own"])
+    def test_who_began_elsewhere_keeps_what_it_has(self, digest):
+        adapters = FakeAdapters("a", 2)
+        simulation = Simulation(max_seats=1, adapters=adapters)
+        first, moved = make_sequence([1], None, 8), make_sequence([2], "a", 6)
+        tokens = () if digest else tuple(answer([2], adapters.weights_of("a"), 2))
+        moved.replay(SampleState(seed=1, token_ids=tokens, adapter_digest=digest))
+        simulation.add(first, moved)
+        while not rows_of(simulation):
+            simulation.step()
+        simulation.step()
+        held = simulation.scheduler._claims.get(moved)
+        assert held is not None
+        adapters.replace("a")
+        while not first.is_over:
+            simulation.step()
+        simulation.step()
+        assert simulation.scheduler._claims.get(moved) is held
 
     @pytest.mark.parametrize("policy", POLICIES)
     @pytest.mark.parametrize("num_slots", [1, 2])

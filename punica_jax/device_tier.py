@@ -7,7 +7,7 @@ for them, is `residence`'s business.
 from collections.abc import Iterable, Iterator, Mapping
 
 from punica_jax.adapters import AdapterTable
-from punica_jax.placements import Placement
+from punica_jax.placements import AdapterCapacityError, Placement
 from punica_jax.registry import AdapterRegistry
 from punica_jax.versions import Version
 
@@ -81,6 +81,15 @@ class DeviceTier:
         """Tell whether there is room for a version once all others are idle."""
         others = self._versions.keys() - self.pinned
         return self._would_fit(version, version.num_pages, others)
+
+    def check_pins(self, version: Version) -> None:
+        """Raise `AdapterCapacityError` if pins leave no room, whoever else leaves."""
+        if not self.fits_beside_pinned(version):
+            raise AdapterCapacityError(
+                f"adapter {version.name!r} does not fit beside the "
+                f"{len(self.pinned)} that are pinned; unpin one, or raise num_slots or "
+                "adapter_memory"
+            )
 
     def _would_fit(
         self, version: Version, num_pages: Mapping[str, int], leaving: Iterable[Version]

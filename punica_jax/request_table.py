@@ -41,7 +41,7 @@ class RequestTable:
         self._leaving: dict[str, Version] = {}
 
     def __iter__(self) -> Iterator[EngineRequest]:
-        return iter(list(self._requests.values()))
+        return iter(self._requests.values())
 
     def forget(self, request: EngineRequest) -> None:
         """Take a request off, if all its completions have ended."""

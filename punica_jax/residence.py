@@ -213,7 +213,8 @@ class AdapterResidence(AdapterRegistry):
         for version in filter(self._is_absent, list(self.pinned)):
             if version in self.candidates or version.num_pages in lacking:
                 continue
-            if version.is_remote and len(self._tasks.of("fetch")) >= _MAX_READS:
+            is_far = version.is_remote and version.host is None
+            if is_far and len(self._tasks.of("fetch")) >= _MAX_READS:
                 continue  # a network must not hold up files
             if self._placed.idle_for(version, {}) is None:
                 self._lacking.add(version)
@@ -264,7 +265,7 @@ class AdapterResidence(AdapterRegistry):
                     self._tasks.start(version, kind, version.read)
                 else:
                     version.lacks_room = True
-                    self._check_pins(version)
+                    self._placed.check_pins(version)
             return False
         host = version.host
         if reason := self._table.why_never(num_pages, host.rank):
@@ -280,7 +281,7 @@ class AdapterResidence(AdapterRegistry):
             version.lacks_room = True
             if version in self.pinned:
                 self._lacking.add(version)
-            self._check_pins(version)
+            self._placed.check_pins(version)
             return False
         for one in leaving:
             self._placed.remove(one)
@@ -289,15 +290,6 @@ class AdapterResidence(AdapterRegistry):
         stage = functools.partial(self._device.stage, host, placed.slot, placed.pages)
         self._tasks.start(version, "stage", stage)
         return True
-
-    def _check_pins(self, version: Version) -> None:
-        """Raise `AdapterCapacityError` if pins leave no room, whoever else leaves."""
-        if not self._placed.fits_beside_pinned(version):
-            raise AdapterCapacityError(
-                f"adapter {version.name!r} does not fit beside the "
-                f"{len(self._placed.pinned)} that are pinned; unpin one, or raise "
-                "num_slots or adapter_memory"
-            )
 
     def _take_read(self, version: Version, host: HostAdapter) -> None:
         version.stats.num_reads += 1

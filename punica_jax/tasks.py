@@ -130,9 +130,6 @@ class Tasks:
 
     def start(self, version: Version, kind: Kind, work: Callable[[], Any]) -> None:
         """Have a thread do something."""
-        if self._shortens_turns and not self._has_shortened:
-            self._has_shortened = True
-            _short_turns.begin()
 
         def note(_: Future[Any]) -> None:
             self._done.append((version, kind))
@@ -143,6 +140,10 @@ class Tasks:
         except RuntimeError as error:  # the interpreter is ending: this load fails
             future = Future()
             future.set_exception(error)
+        else:
+            if self._shortens_turns and not self._has_shortened:
+                self._has_shortened = True
+                _short_turns.begin()
         self._futures[kind][version] = future
         future.add_done_callback(note)
 

@@ -652,6 +652,23 @@ def test_a_network_holds_up_no_file():
     ]
 
 
+def test_what_is_fetched_already_waits_for_no_network():
+    network = FakeExecutor()
+    place = Setting(host_bytes=1000, fetcher=network)
+    here = place.add("here", is_remote=True)
+    assert place.residence.claim("here") is None
+    network.finish()
+    place.settle()
+    assert here.tier == "host"
+    for name in "abcd":
+        place.add(name, is_remote=True, is_pinned=True)
+    place.settle()
+    assert len(network.waiting) == 4
+    place.residence.pin("here")
+    place.settle()
+    assert here.ready and len(network.waiting) == 4
+
+
 def test_threads_that_load_take_short_turns(place: Setting):
     before = sys.getswitchinterval()
     try:
@@ -671,8 +688,9 @@ def test_what_no_thread_can_do_any_more_fails_alone(place: Setting):
     """As while the interpreter ends, when others' threads still ask."""
     tasks = Tasks.threads(lambda: None)
     tasks.shutdown()
-    version = place.add("x")
+    version, before = place.add("x"), sys.getswitchinterval()
     tasks.start(version, "read", lambda: None)
+    assert sys.getswitchinterval() == before, "nobody would give them back"
     [(failed, kind, task)] = tasks.take()
     assert (failed, kind) == (version, "read")
     assert isinstance(task.exception(), RuntimeError)

@@ -186,7 +186,7 @@ def assert_same(
                 assert entry.rank == expected.rank and [*entry.top] == [*expected.top]
                 values = [expected.logprob, *expected.top.values()]
                 assert [entry.logprob, *entry.top.values()] == pytest.approx(
-                    values, rel=1e-4, abs=1e-3
+                    values, rel=1e-5, abs=1e-4
                 ), what
 
 

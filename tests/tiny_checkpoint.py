@@ -45,10 +45,14 @@ def byte_tokenizer() -> tokenizers.Tokenizer:
 
 
 def write_model(path: Path, seed: int = 0) -> Path:
-    """Write a model whose random weights are large enough for varied tokens."""
+    """Write a model whose random weights are large enough for varied tokens.
+
+    The norms' stay one: attention's scores would be 64 times as large, and rounding
+    would be amplified until the order of a sum changes log-probabilities by 0.001.
+    """
     model = Llama(CONFIG, dtype=jnp.float32, rngs=nnx.Rngs(seed))
     graph, state = nnx.split(model)
-    state = nnx.map_state(lambda _, leaf: leaf * 8.0, state)
+    state = nnx.map_state(lambda _, leaf: leaf * 8.0 if leaf.ndim > 1 else leaf, state)
     save_model(nnx.merge(graph, state), path)
     byte_tokenizer().save(str(path / "tokenizer.json"))
     fields = {"bos_token_id": 256, "eos_token_id": [EOS]}

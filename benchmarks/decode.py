@@ -58,10 +58,17 @@ Record = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One batch: who uses which adapter, and how long the sequences are."""
+    """One batch: who uses which adapter, and how long the sequences are.
+
+    Attributes:
+      rows: sequences, a row each.
+      contexts: tokens of all of them, a step each.
+      query_len: rows of each sequence if it is more than one: a step of prefill.
+    """
 
     rows: int
     contexts: tuple[int, ...]
+    query_len: int = 1
     popularity: Popularity | None = None
     ranks: tuple[int, ...] = (16,)  # of adapter i: ranks[i % len(ranks)]
 
@@ -97,7 +104,10 @@ def parse_contexts(text: str) -> tuple[int, ...]:
 def batches_of(bench: BenchModel, case: Case, method: str) -> list[Batch]:
     """Return the steps that give every row a token at every context."""
     if method != "group_swap":
-        return [bench.batch(case.slots, context) for context in case.contexts]
+        return [
+            bench.batch(case.slots, context, query_len=case.query_len)
+            for context in case.contexts
+        ]
     batches = []
     for context in case.contexts:
         first = 0
@@ -113,7 +123,7 @@ def adapters_of(bench: BenchModel, case: Case, method: str) -> Any:
         return None
     if method in LAUNCHES:
         stacks = Stacks.of(bench.pools, method, len(case.sizes))
-        return stacks.for_rows(case.slots)
+        return stacks.for_rows(np.repeat(case.slots, case.query_len))
     return bench.pools
 
 

@@ -192,10 +192,14 @@ def engines(results: Path) -> str:
 
 
 def where(results: Path) -> str:
-    """Where the time of one decode step goes, and went, by model and rows."""
+    """Where the time of one step goes, and went, by model and rows."""
     sizes: dict[str, dict[str, list[Record]]] = {}
-    for row in sorted(load(results, "where"), key=_place):
+    rows = sorted(load(results, "where"), key=_place)
+    for row in sorted(rows, key=_query_len):
         size = f"{row['shape']}, {row['rows']} rows, context {_context(row)}"
+        if _query_len(row) > 1:
+            size = f"{row['shape']}, {row['rows']} chunks of {_query_len(row)} tokens"
+            size += f" of prompts of {_context(row)}"
         case = "no adapter" if row["popularity"] == "none" else row["popularity"]
         if row["method"] in RIVALS:
             case = f"{case}, {METHODS[row['method']]}"
@@ -211,11 +215,15 @@ def where(results: Path) -> str:
         ]
         parts.append(f"{size}:\n\n{_profiled(profiles)}")
     title = (
-        "Where the time goes, microseconds of one decode step by the profiler, in "
+        "Where the time goes, microseconds of one step by the profiler, in "
         "brackets at the first commit that was profiled; kernels that run beside each "
         "other count in full, gaps are when nothing ran"
     )
     return "\n\n".join([caption(title, shown), *parts])
+
+
+def _query_len(row: Record) -> int:
+    return row.get("query_len", 1)  # older records are of decode steps
 
 
 def _now_and_before(rows: Sequence[Record]) -> list[dict[str, Record]]:

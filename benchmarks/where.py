@@ -1,7 +1,8 @@
-"""Where the time of one decode step goes, kernel by kernel.
+"""Where the time of one step goes, kernel by kernel.
 
     python -m benchmarks.where [--shape 7B] [--rows 32] [--cases none distinct]
         [--methods ours gather] [--out results/FILE.jsonl] [--kernels 20]
+    python -m benchmarks.where --rows 4 --query-len 512  # 4 prompts' prefill
 
 The profiler's figures: each kernel a little longer than it is alone. Kernels that run
 beside each other count in full, so that groups may add up to more than `busy`; `gaps`
@@ -182,8 +183,11 @@ def main(words: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_model_options(parser)
-    parser.add_argument("--rows", type=int, default=32)
-    parser.add_argument("--context", type=int, default=512)
+    parser.add_argument("--rows", type=int, default=32, help="sequences")
+    parser.add_argument("--context", type=int, default=512, help="tokens of each")
+    parser.add_argument(
+        "--query-len", type=int, default=1, help="rows of each; 1 is a decode step"
+    )
     cases = ("none", "identical", "uniform", "skewed", "distinct")
     parser.add_argument(
         "--cases", nargs="+", choices=cases, default=["none", cases[-1]]
@@ -194,6 +198,10 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--kernels", type=int, default=12, help="longest ones shown")
     Log.add_options(parser)
     args = parser.parse_args(words)
+    if not 1 <= args.query_len <= args.context:
+        parser.error(
+            f"--query-len must be 1 to --context = {args.context}, got {args.query_len}"
+        )
     log, console = Log(args), Console(width=120)
     bench = make_bench(
         args.shape, args.layers, [args.rows], args.context, ranks=[16] * args.rows
@@ -202,11 +210,13 @@ def main(words: Sequence[str] | None = None) -> None:
         case = Case(
             rows=args.rows,
             contexts=(args.context,),
+            query_len=args.query_len,
             popularity=None if name == "none" else name,
         )
         for method in args.methods if case.popularity else ["backbone"]:
             groups, kernels = profile(bench, case, method, args.steps)
-            title = f"{args.shape}, {args.rows} rows, adapters: {name}, {method}"
+            size = f"{args.rows} x {args.query_len} rows"
+            title = f"{args.shape}, {size}, adapters: {name}, {method}"
             table = Table("group", "us a step", "launches", "share", title=title)
             for row in groups:
                 about = {
@@ -214,6 +224,7 @@ def main(words: Sequence[str] | None = None) -> None:
                     "shape": args.shape,
                     "layers": bench.config.num_layers,
                     "rows": args.rows,
+                    "query_len": args.query_len,
                     "context": args.context,
                     "popularity": name,
                     "method": method,

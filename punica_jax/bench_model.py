@@ -183,24 +183,30 @@ class BenchModel:
         pools = random_like(self.runner.adapters.pools, _ADAPTER_SCALE, seed=1)
         self.pools = self.runner.adapters.pools = set_ranks(pools, ranks)
 
-    def batch(self, slots: Slots, context: int, first_seq: int = 0) -> Batch:
-        """Lay out one row for each of `slots`, in sequences of `context` tokens.
+    def batch(
+        self, slots: Slots, context: int, *, query_len: int = 1, first_seq: int = 0
+    ) -> Batch:
+        """Lay out a chunk for each of `slots`, in sequences of `context` tokens.
 
-        They are sequences `first_seq` and on, each with pages of its own.
+        Args:
+          slots: each sequence's adapter.
+          context: tokens of each sequence, those of its chunk included.
+          query_len: rows of a chunk, 1 to `context`: 1 is decode, more are prefill.
+          first_seq: they are sequences `first_seq` and on, each with pages of its own.
         """
         rng = np.random.default_rng(0)
         per_seq = self._pages_per_seq
         chunks = [
             Chunk(
-                tokens=[int(rng.integers(self.config.vocab_size))],
+                tokens=rng.integers(self.config.vocab_size, size=query_len).tolist(),
                 kv_len=context,
                 pages=range(i * per_seq, (i + 1) * per_seq),
                 slot=int(slot),
             )
             for i, slot in enumerate(slots, first_seq)
         ]
-        rows = len(chunks)
-        return Batch.of(chunks, Buckets(rows, max(rows, 32)).of(chunks), per_seq)
+        buckets = Buckets(len(chunks), max(len(chunks) * query_len, 32))
+        return Batch.of(chunks, buckets.of(chunks), per_seq)
 
     def time(
         self,

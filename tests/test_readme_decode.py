@@ -322,6 +322,16 @@ def test_each_model_has_profiles_of_its_own(results):
     assert rows_of(second)[0] == ["kernels", "distinct, XLA gather, abc"]
 
 
+def test_profiles_of_prefill_follow_those_of_decode(results):
+    records = made.where_records()
+    prefill = [record | {"rows": 4, "query_len": 512} for record in records]
+    write(results, "where", [*prefill, *records])
+    text = readme_decode.where(results)
+    decode, prefill = text.split("\n\n7B, 4 chunks of 512 tokens of prompts of 512:")
+    assert "\n\n7B, 32 rows, context 512:" in decode
+    assert rows_of(decode) == rows_of(prefill)
+
+
 def test_launches_and_draws_are_judged(results):
     text = readme_decode.around(results)
     assert "commit abc, 2026-01-02; NVIDIA H200, JAX 0.0.1, commit def" in text

@@ -135,9 +135,11 @@ def test_adapters(run):
 
 
 @pytest.mark.slow
-def test_where(run):
+@pytest.mark.parametrize("query_len", [1, 20])
+def test_where(run, query_len):
     words = "--shape tiny --rows 3 --context 64 --steps 2 --kernels 3"
-    records = run(where, words)
+    records = run(where, f"{words} --query-len {query_len}")
+    assert {record["query_len"] for record in records} == {query_len}
     for popularity, method in (("none", "backbone"), ("distinct", "ours")):
         own = [r for r in records if r["popularity"] == popularity]
         assert {r["method"] for r in own} == {method}
@@ -145,6 +147,13 @@ def test_where(run):
         assert tuple(us) == where.GROUPS
         assert us["base products"] > 0 and us["attention"] > 0
         assert (us["shrink"] > 0) == (us["expand"] > 0) == (method == "ours")
+
+
+def test_a_chunk_is_no_longer_than_its_sequence(run, capsys):
+    with pytest.raises(SystemExit):
+        run(where, "--shape tiny --context 64 --query-len 65")
+    text = "--query-len must be 1 to --context = 64, got 65"
+    assert text in capsys.readouterr().err
 
 
 @pytest.mark.slow

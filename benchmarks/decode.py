@@ -17,6 +17,7 @@ adapters' bytes at that rate, and a little more (`decode_goals`).
 
 import argparse
 import dataclasses
+import functools
 import gc
 import itertools
 import statistics
@@ -58,17 +59,11 @@ Record = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One batch: who uses which adapter, and how long the sequences are.
-
-    Attributes:
-      rows: sequences, a row each.
-      contexts: tokens of all of them, a step each.
-      query_len: rows of each sequence if it is more than one: a step of prefill.
-    """
+    """One batch: who uses which adapter, and how long the sequences are."""
 
     rows: int
     contexts: tuple[int, ...]
-    query_len: int = 1
+    query_len: int = 1  # more in prefill: `rows` sequences, of so many rows each
     popularity: Popularity | None = None
     ranks: tuple[int, ...] = (16,)  # of adapter i: ranks[i % len(ranks)]
 
@@ -103,16 +98,14 @@ def parse_contexts(text: str) -> tuple[int, ...]:
 
 def batches_of(bench: BenchModel, case: Case, method: str) -> list[Batch]:
     """Return the steps that give every row a token at every context."""
+    batch = functools.partial(bench.batch, query_len=case.query_len)
     if method != "group_swap":
-        return [
-            bench.batch(case.slots, context, query_len=case.query_len)
-            for context in case.contexts
-        ]
+        return [batch(case.slots, context) for context in case.contexts]
     batches = []
     for context in case.contexts:
         first = 0
         for slot, size in sorted(enumerate(case.sizes), key=lambda pair: -pair[1]):
-            batches.append(bench.batch([slot] * size, context, first_seq=first))
+            batches.append(batch([slot] * size, context, first_seq=first))
             first += size
     return batches
 

@@ -23,6 +23,7 @@ from punica_jax.pallas_kernels import (
 )
 from punica_jax.pallas_kernels._dispatch import resolve
 from punica_jax.pallas_kernels._norm import Norm, NormedRows, divided, rms_norm
+from punica_jax.pallas_kernels._operands import require
 from punica_jax.pallas_kernels._pool import LoraPool
 from punica_jax.pallas_kernels._segments import Segments
 from punica_jax.pallas_kernels._sgmv_config import MAX_PROJECT_ROWS
@@ -83,12 +84,8 @@ def lora_normed(
     Raises:
       ValueError: an operand does not fit the others.
     """
-    _check(x, weight, lora)
-    if (norm.weight.shape, norm.weight.dtype) != (weight.shape[:1], weight.dtype):
-        raise ValueError(
-            f"the norm must be {weight.dtype}[{weight.shape[0]}] as the weight's "
-            f"output, got {norm.weight.dtype}{list(norm.weight.shape)}"
-        )
+    _check(x, weight, lora, bias, residual)
+    require("the norm", norm.weight, weight.shape[:1], weight.dtype)
     # A product's programs would write so many sums of squares that reading them costs
     # what the norm does; rows not divided yet could pass the greatest float16.
     fits = lora is not None and lora[1].num_passes == 1
@@ -179,16 +176,14 @@ def lora_rotary(
             f"[2, pages, kv_heads, page_size, head_dim], got {weight.shape} and "
             f"{kv_pages.shape}"
         )
-    for name, table in (("cosine", rotary[0]), ("sine", rotary[1])):
-        if table.shape != (rows, head_dim):
-            raise ValueError(
-                f"the {name} must be [rows, head_dim] = {(rows, head_dim)}, got "
-                f"{table.shape}"
-            )
+    for name, table in (("the cosine", rotary[0]), ("the sine", rotary[1])):
+        require(name, table, (rows, head_dim), table.dtype)
+    require("page", page, (rows,), jnp.dtype("int32"))
+    require("offset", offset, (rows,), jnp.dtype("int32"))
     widths = tuple(count * head_dim for count in (heads, kv_heads, kv_heads))
     if lora is not None and lora[0].d_outs != widths:
         raise ValueError(f"the pool's modules must be {widths} wide: {lora[0].d_outs}")
-    _check(x, weight, lora)
+    _check(x, weight, lora, bias, residual)
     implementation = resolve(implementation)
     operands = (x, weight, lora, bias, residual)
     cache = (rotary, kv_pages, page, offset)
@@ -200,16 +195,32 @@ def lora_rotary(
 
 
 def _apply(form, x, weight, lora, bias, residual, implementation):
-    _check(x, weight, lora)
+    _check(x, weight, lora, bias, residual)
     return _linear(form, resolve(implementation), x, weight, lora, bias, residual)
 
 
-def _check(x: Array | NormedRows, weight: Array, lora: Lora | None) -> None:
+def _check(
+    x: Array | NormedRows,
+    weight: Array,
+    lora: Lora | None,
+    bias: Array | None,
+    residual: Array | None,
+) -> None:
     if len(x.shape) != 2 or weight.ndim != 2 or x.shape[1] != weight.shape[1]:
         raise ValueError(
             "x must be [rows, d_in] and weight [d_out, d_in], got "
             f"{x.shape} and {weight.shape}"
         )
+    if x.dtype != weight.dtype:
+        raise ValueError(
+            f"x and weight must have one dtype, got {x.dtype} and {weight.dtype}; cast "
+            "them before the call"
+        )
+    if bias is not None:
+        require("the bias", bias, weight.shape[:1], weight.dtype)
+    if residual is not None:
+        shape = (x.shape[0], weight.shape[0])
+        require("the residual", residual, shape, weight.dtype)
     if isinstance(x, NormedRows) and x.squares.shape[1:] != x.shape[:1]:
         raise ValueError(
             f"squares must be f32[parts, rows] of {x.shape[0]} rows, got "

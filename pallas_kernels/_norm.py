@@ -19,6 +19,7 @@ from jaxtyping import Float
 
 from punica_jax.pallas_kernels import reference
 from punica_jax.pallas_kernels._dispatch import resolve
+from punica_jax.pallas_kernels._operands import require
 from punica_jax.pallas_kernels._page_tiles import load, mask_of
 
 # Values that a program's registers hold.
@@ -132,7 +133,11 @@ def rms_norm(
       eps: keeps a row of zeros finite.
       implementation: see `resolve`. Other shapes than `[rows, width]`, and rows that
         one program cannot hold, take the XLA form anyway.
+
+    Raises:
+      ValueError: the weight is not the rows'.
     """
+    require("the norm's weight", weight, x.shape[-1:], x.dtype)
     implementation = resolve(implementation)
     if x.ndim != 2 or x.shape[1] > _MAX_WIDTH:
         implementation = "xla"

@@ -56,9 +56,11 @@ def segment_metadata(
     Raises:
       ValueError: a shape, dtype or count breaks these rules.
     """
-    if slots.ndim not in (1, 2) or slots.shape[0] < 1:
+    slots = jnp.asarray(slots)
+    if slots.ndim not in (1, 2) or not slots.size:
         raise ValueError(
-            f"slots must be i32[rows] or i32[rows, k] with rows >= 1, got {slots.shape}"
+            "slots must be i32[rows] or i32[rows, k] with rows and k at least 1, got "
+            f"{slots.shape}"
         )
     if not jnp.issubdtype(slots.dtype, jnp.signedinteger):
         raise ValueError(f"slots must be signed integers, got {slots.dtype}")

@@ -132,15 +132,27 @@ def pack_adapters(
       `n = ceil(rank / 16)`.
 
     Raises:
-      ValueError: the shapes do not fit each other.
+      ValueError: the shapes or dtypes do not fit each other.
     """
     if a.ndim != 3 or b.ndim != 3 or a.shape[:2] != (b.shape[0], b.shape[2]):
         raise ValueError(
             "a must be [slots, rank, d_in] and b [slots, d_out, rank], "
             f"got a {a.shape} and b {b.shape}"
         )
+    if a.dtype != b.dtype:
+        raise ValueError(
+            f"a and b must have one dtype, got {a.dtype} and {b.dtype}; cast them "
+            "before the call"
+        )
     slots, rank, d_in = a.shape
     d_out = b.shape[1]
+    if ranks is not None:
+        ranks = jnp.asarray(ranks)
+        if ranks.shape != (slots,) or not jnp.issubdtype(ranks.dtype, jnp.integer):
+            raise ValueError(
+                f"ranks must be integers, one for each of {slots} slots, got "
+                f"{ranks.dtype}{list(ranks.shape)}"
+            )
     if rank < 1:
         raise ValueError(f"rank must be at least 1, got a {a.shape}")
     pages = -(-rank // RANK_PAGE)

@@ -11,10 +11,12 @@ import pytest
 
 from punica_jax.pallas_kernels import (
     RANK_PAGE,
+    Norm,
     _row_expand,
     _sgmv,
     lora_gated,
     lora_linear,
+    lora_normed,
     lora_rotary,
     reference,
     rms_norm,
@@ -364,6 +366,36 @@ def test_operands_that_do_not_fit():
         lora_rotary(x, wide, *cache._replace(rotary=(x, x)))
     with pytest.raises(ValueError, match="the pool's modules must be"):
         lora_rotary(x, wide, *cache, lora)
+    for name in ("page", "offset"):
+        short = cache._replace(**{name: getattr(cache, name)[:-1]})
+        rows = rf"{name} must be int32\[{ROWS}\], got int32\[{ROWS - 1}\]"
+        with pytest.raises(ValueError, match=rows):
+            lora_rotary(x, wide, *short)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "pallas_interpret"])
+@pytest.mark.parametrize(
+    ("bad", "what"),
+    [
+        ({"bias": ((40,), "bfloat16")}, r"bias must be bfloat16\[48\], got bfloat16"),
+        ({"bias": ((48,), "float32")}, r"bias must be bfloat16\[48\], got float32"),
+        ({"residual": ((5, 48), "bfloat16")}, r"residual must be bfloat16\[3, 48\]"),
+        ({"residual": ((3, 48), "float32")}, r"residual must be bfloat16\[3, 48\]"),
+        ({"x": ((3, 32), "float32")}, "one dtype, got float32 and bfloat16"),
+    ],
+)
+def test_no_kernel_gets_what_does_not_fit(bad, what, implementation):
+    shapes = {"x": ((3, 32), "bfloat16"), **bad}
+    given = {name: jnp.zeros(*shape) for name, shape in shapes.items()}
+    weight = jnp.zeros((48, 32), "bfloat16")
+    norm = Norm(jnp.ones(48, "bfloat16"), 1e-5)
+    options = {"implementation": implementation, **given}
+    with pytest.raises(ValueError, match=what):
+        lora_linear(weight=weight, **options)
+    with pytest.raises(ValueError, match=what):
+        lora_gated(weight=weight, **options)
+    with pytest.raises(ValueError, match=what):
+        lora_normed(weight=weight, norm=norm, **options)
 
 
 LINEAR_DTYPES = [
@@ -580,6 +612,14 @@ def test_the_gradient_of_linear_is_that_of_the_steps(implementation):
     for ours, plain in zip(gradients(implementation), gradients("xla"), strict=True):
         ours, plain = (np.asarray(array, np.float32) for array in (ours, plain))
         assert np.linalg.norm(ours - plain) < 3e-2 * np.linalg.norm(plain)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "pallas_interpret"])
+@pytest.mark.parametrize(("width", "dtype"), [(16, "float32"), (32, "bfloat16")])
+def test_a_norms_weight_that_is_not_the_rows(width, dtype, implementation):
+    weight = jnp.ones(width, dtype)
+    with pytest.raises(ValueError, match=r"weight must be float32\[32\], got"):
+        rms_norm(jnp.ones((3, 32)), weight, eps=1e-5, implementation=implementation)
 
 
 @pytest.mark.parametrize("implementation", ["xla", "pallas_interpret", GPU])

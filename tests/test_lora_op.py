@@ -296,6 +296,22 @@ def test_ranks_beyond_the_stack_count_as_all_of_it():
     np.testing.assert_array_equal(pool.num_pages, [[2], [2], [0]])
 
 
+@pytest.mark.parametrize(
+    ("changed", "what"),
+    [
+        ({"ranks": jnp.array([4])}, r"each of 2 slots, got int32\[1\]"),
+        ({"ranks": [4, 4, 4]}, r"each of 2 slots, got int32\[3\]"),
+        ({"ranks": [4.5, 8.0]}, r"each of 2 slots, got float32\[2\]"),
+        ({"b": jnp.ones((2, 16, 8), "bfloat16")}, "float32 and bfloat16; cast"),
+        ({"b": jnp.ones((2, 16, 7))}, r"b \[slots, d_out, rank\]"),
+    ],
+)
+def test_stacks_that_do_not_fit(changed, what):
+    given = {"a": jnp.ones((2, 8, 32)), "b": jnp.ones((2, 16, 8)), **changed}
+    with pytest.raises(ValueError, match=what):
+        pack_adapters(**given)
+
+
 def test_bad_dtypes_and_slots():
     y, x = jnp.zeros((4, 8)), jnp.zeros((4, 16), jnp.bfloat16)
     a, b = jnp.zeros((2, 4, 16)), jnp.zeros((2, 8, 4))

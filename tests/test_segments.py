@@ -122,7 +122,8 @@ def test_several_passes():
     ("slots", "options", "message"),
     [
         (jnp.zeros((2, 2, 2), jnp.int32), {}, r"i32\[rows\] or i32\[rows, k\]"),
-        (jnp.zeros((0,), jnp.int32), {}, r"rows >= 1, got \(0,\)"),
+        (jnp.zeros((0,), jnp.int32), {}, r"at least 1, got \(0,\)"),
+        (jnp.zeros((3, 0), jnp.int32), {}, r"at least 1, got \(3, 0\)"),
         (jnp.zeros((3,), jnp.float32), {}, "signed integers, got float32"),
         (jnp.zeros((3,), jnp.int32), {"block_rows": 24}, "power of two .* got 24"),
         (jnp.zeros((3,), jnp.int32), {"num_slots": 0}, "at least 1, got 0"),
@@ -141,6 +142,13 @@ def test_several_passes():
 def test_bad_arguments(slots, options, message):
     with pytest.raises(ValueError, match=message):
         segment_metadata(slots, **{"num_slots": 2, **options})
+
+
+def test_slots_of_any_kind():
+    plain = [1, -1, 1]
+    for slots in (plain, np.array(plain), jnp.asarray(plain)):
+        segments = segment_metadata(slots, num_slots=2)
+        np.testing.assert_array_equal(segments.rows, [[0, 2, 1]])
 
 
 def test_popularity_is_punicas():

@@ -37,7 +37,7 @@ from punica_jax.pallas_kernels._attention_prefill import (
 )
 from punica_jax.pallas_kernels.shapes import MODEL_SHAPES, ModelShape
 
-# Measured on one H200: a large bfloat16 product of random values.
+# What floors count with, whatever `ceilings` reaches: see `device_time`.
 PEAK_FLOPS_PER_S = 0.79e15
 COLD_BYTES = 256e6
 

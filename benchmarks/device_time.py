@@ -48,10 +48,11 @@ class Times:
     median_s: float
     launch_s: float
 
-    def fields(self, prefix: str = "") -> dict[str, float]:
-        """Return a record's fields, in microseconds."""
-        names = f"{prefix}us", f"{prefix}launch_us"
-        return dict(zip(names, (1e6 * self.median_s, 1e6 * self.launch_s), strict=True))
+    def fields(self, prefix: str = "", *, floor_us: float) -> dict[str, float]:
+        """Return a record's fields, in microseconds, and the time over its floor's."""
+        us = 1e6 * self.median_s
+        times = {"us": us, "launch_us": 1e6 * self.launch_s, "x_floor": us / floor_us}
+        return {f"{prefix}{name}": value for name, value in times.items()}
 
 
 def is_host_bound(time: float, launch: float) -> bool:
@@ -59,8 +60,13 @@ def is_host_bound(time: float, launch: float) -> bool:
     return launch > 0.9 * time
 
 
-def num_sets(bytes_per_launch: float, most: int = 256) -> int:
-    """Return how many input sets make a rotation that the L2 cannot hold."""
+def num_sets(bytes_per_launch: float, most: int = 512) -> int:
+    """Return how many input sets make a rotation that the L2 cannot hold.
+
+    Args:
+      bytes_per_launch: what a launch reads that no other one does.
+      most: for each set the host spends microseconds.
+    """
     return min(most, 1 + math.ceil(COLD_BYTES / bytes_per_launch))
 
 

@@ -101,9 +101,8 @@ class Product:
         floor_s = num_bytes / PEAK_BYTES_PER_S
         return {
             "method": method,
-            **times.fields(),
+            **times.fields(floor_us=1e6 * floor_s),
             "floor_us": floor_s * 1e6,
-            "x_floor": times.median_s / floor_s,
             "in_batch": draws.shape[1],
             "bytes": num_bytes,
             "flops": self.num_flops,

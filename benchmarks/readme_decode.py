@@ -3,20 +3,19 @@
 Knows the result files' fields and nothing of how they were measured.
 """
 
-import itertools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import decode_goals, peers, readme_kernels
+from benchmarks import decode_goals, peers, readme_kernels, readme_where
 from benchmarks.provenance import RESULTS, ROOT, Record
 from benchmarks.readme_tables import (
     FLOOR,
     METHODS,
-    POPULARITIES,
     by_record,
     caption,
+    context_of,
     counted_alike,
     from_second_step,
     host_note,
@@ -25,10 +24,13 @@ from benchmarks.readme_tables import (
     load,
     markdown,
     over_none,
+    place_of,
 )
 
 RIVALS = ("gather", "ragged_dot", "loop", "group_swap")
 OURS = ("backbone", "ours")
+# What others' steps are known of.
+_QUOTED = ("none", "identical", "distinct")
 PLOTS = {
     "latency": "Decode step against rows, by popularity",
     "throughput": "One mixed batch against a batch for each adapter",
@@ -36,13 +38,6 @@ PLOTS = {
     "order": "Order of a batch's rows",
     "roofline": "Roofline of the product",
 }
-
-
-def _place(row: Record) -> tuple[Any, ...]:
-    """Sort by model, rows, context, popularity."""
-    context = tuple(int(part) for part in str(row["context"]).split(".."))
-    popularity = POPULARITIES.index(row["popularity"])
-    return row["shape"], row["rows"], context, popularity
 
 
 def _steps(results: Path) -> list[Record]:
@@ -54,7 +49,7 @@ def _steps(results: Path) -> list[Record]:
         if row["rows"] > 1 or row["popularity"] in ("none", "identical")
     ]
     rows = last_of(rows, "shape", "rows", "context", "popularity", "method")
-    return sorted(rows, key=_place)
+    return sorted(rows, key=place_of)
 
 
 def _adapters(row: Record) -> str:
@@ -72,26 +67,28 @@ def _allowed(row: Record, prefix: str = "") -> str:
 def decode(results: Path) -> str:
     """Our decode steps, and the rivals of the same cases."""
     steps = counted_alike(_steps(results))
-    cases = {_place(row): row for row in steps if row["method"] in OURS}
+    cases = {place_of(row): row for row in steps if row["method"] in OURS}
     rivals = {
-        (_place(row), row["method"]): row
+        (place_of(row), row["method"]): row
         for row in steps
         if row["method"] in RIVALS
-        and (own := cases.get(_place(row)))
+        and (own := cases.get(place_of(row)))
         and from_second_step(own) == from_second_step(row)
     }
     methods = [name for name in RIVALS if any(name == method for _, method in rivals)]
     columns = ["model", "rows", "context", "adapters", "floor", "step", "over floor"]
     columns += ["over no adapter", "allowed", *(METHODS[method] for method in methods)]
+    # A step that counts it is longer than the others of a table.
+    note = " (first launch counted)" if any(map(from_second_step, steps)) else ""
     lines = []
     for case, row in cases.items():
         cells = [
             row["shape"],
             row["rows"],
-            _context(row),
+            context_of(row),
             _adapters(row),
             f"{row['floor_ms']:.2f}",
-            f"{row['step_ms']:.2f}",
+            f"{row['step_ms']:.2f}{note if not from_second_step(row) else ''}",
             f"{row['step_ms'] / row['floor_ms']:.2f}",
             over_none(row),
             _allowed(row),
@@ -123,10 +120,6 @@ def _rival(row: Record, rival: Record | None) -> str:
     return f"{rival['step_ms']:.2f}" + (f" ({', '.join(notes)})" if notes else "")
 
 
-def _context(row: Record) -> str:
-    return str(row["context"]).replace("..", " to ")
-
-
 def ranks(results: Path) -> str:
     """Batches of mixed ranks against batches of the least of them."""
     rows = [row for row in load(results, "decode") if "rank_allowed_ms" in row]
@@ -144,7 +137,7 @@ def ranks(results: Path) -> str:
             [
                 row["shape"],
                 row["rows"],
-                _context(row),
+                context_of(row),
                 _adapters(row),
                 ", ".join(map(str, row["ranks"])),
                 f"{row['least_rank_ms']:.2f}",
@@ -152,7 +145,7 @@ def ranks(results: Path) -> str:
                 _allowed(row, "rank_"),
             ],
         )
-        for row in sorted(rows, key=_place)
+        for row in sorted(rows, key=place_of)
     ]
     return by_record(title, columns, lines)
 
@@ -161,13 +154,19 @@ def engines(results: Path) -> str:
     """Other engines' quoted steps, ours beside them."""
     title = (
         "Other engines, milliseconds a decode step, vLLM's and ours the mean over "
-        f"contexts {peers.SPAN.replace('..', ' to ')}"
+        f"contexts {peers.SPAN.replace('..', ' to ')}; ours of the device, and by the "
+        "clock from the first tokens of a whole run to its last, as vLLM's"
     )
     steps = [
         row
         for row in counted_alike(_steps(results))
         if row["context"] == peers.SPAN and row["method"] in OURS
     ]
+    by_clock: dict[tuple[str, int], dict[str, Record]] = {}
+    for row in load(results, "serving_batch"):
+        if "vllm_tokens_per_s" in row:  # the run that vLLM's steps are of
+            runs = by_clock.setdefault((row["shape"], row["rows"]), {})
+            runs[row["popularity"]] = row
     shown: list[Record] = []
     quoted = peers.load(peers.END_TO_END)
     cells = []
@@ -178,12 +177,19 @@ def engines(results: Path) -> str:
         if rows == 1 and "identical" in same:
             same["distinct"] = same["identical"]
         if same:
-            own = [same.get(name) for name in ("none", "identical", "distinct")]
+            own = [same.get(name) for name in _QUOTED]
             named = [f"**{ms:.2f}**" if ms else "" for ms in own]
-            cells.append([shape, rows, "**punica-jax**", *named])
+            cells.append([shape, rows, "**punica-jax**, a step", *named])
+        if clocked := by_clock.get((shape, rows)):
+            shown += clocked.values()
+            named = [
+                f"**{_clocked_ms(clocked[name]):.2f}**" if name in clocked else ""
+                for name in _QUOTED
+            ]
+            cells.append([shape, rows, "**punica-jax**, its engine", *named])
         for row in quoted:
             if (row["shape"], row["rows"]) == (shape, rows):
-                figures = [row[f"{n}_ms"] for n in ("none", "identical", "distinct")]
+                figures = [row[f"{name}_ms"] for name in _QUOTED]
                 named = ["" if ms is None else f"{ms:g}" for ms in figures]
                 cells.append([shape, rows, row["engine"], *named])
     columns = ["model", "rows", "engine", "no adapter", "identical", "distinct"]
@@ -191,83 +197,10 @@ def engines(results: Path) -> str:
     return f"{caption(title, shown, others)}\n\n{markdown(columns, cells)}"
 
 
-def where(results: Path) -> str:
-    """Where the time of one step goes, and went, by model and rows."""
-    sizes: dict[str, dict[str, list[Record]]] = {}
-    rows = sorted(load(results, "where"), key=_place)
-    for row in sorted(rows, key=_query_len):
-        size = f"{row['shape']}, {row['rows']} rows, context {_context(row)}"
-        if _query_len(row) > 1:
-            size = f"{row['shape']}, {row['rows']} chunks of {_query_len(row)} tokens"
-            size += f" of prompts of {_context(row)}"
-        case = "no adapter" if row["popularity"] == "none" else row["popularity"]
-        if row["method"] in RIVALS:
-            case = f"{case}, {METHODS[row['method']]}"
-        sizes.setdefault(size, {}).setdefault(case, []).append(row)
-    if not sizes:
-        return ""
-    shown: list[Record] = []
-    parts = []
-    for size, cases in sizes.items():
-        profiles = {case: _now_and_before(rows) for case, rows in cases.items()}
-        shown += [
-            r for found in profiles.values() for one in found for r in one.values()
-        ]
-        parts.append(f"{size}:\n\n{_profiled(profiles)}")
-    title = (
-        "Where the time goes, microseconds of one step by the profiler, in "
-        "brackets at the first commit that was profiled; kernels that run beside each "
-        "other count in full, gaps are when nothing ran"
-    )
-    return "\n\n".join([caption(title, shown), *parts])
-
-
-def _query_len(row: Record) -> int:
-    return row.get("query_len", 1)  # older records are of decode steps
-
-
-def _now_and_before(rows: Sequence[Record]) -> list[dict[str, Record]]:
-    """Return the last commit's groups and, if there are others, the first one's."""
-    commits: dict[str, dict[str, Record]] = {}
-    for row in rows:
-        commits.setdefault(row["commit"], {})[row["group"]] = row
-    now = commits.pop(rows[-1]["commit"])
-    return [now, *list(commits.values())[:1]]
-
-
-def _profiled(cases: Mapping[str, Sequence[Mapping[str, Record]]]) -> str:
-    """Return a table with a column for each case, the longest groups first."""
-    longest: dict[str, float] = {}
-    for profile in itertools.chain(*cases.values()):
-        for group, row in profile.items():
-            longest[group] = max(row["us"], longest.get(group, 0.0))
-
-    def bracketed(of: Callable[[Mapping[str, Record]], str]) -> list[str]:
-        pairs = [[of(profile) for profile in found] for found in cases.values()]
-        return [
-            f"{now} ({before[0]})" if before and before[0] else now
-            for now, *before in pairs
-        ]
-
-    def time_of(group: str) -> Callable[[Mapping[str, Record]], str]:
-        def time(profile: Mapping[str, Record]) -> str:
-            record = profile.get(group)
-            if record is None or (group == "gaps" and not from_second_step(record)):
-                return ""
-            return f"{record['us']:.0f}"
-
-        return time
-
-    def step_of(profile: Mapping[str, Record]) -> str:
-        record = next(iter(profile.values()))
-        return f"{record['step_us']:.0f}" if from_second_step(record) else ""
-
-    commits = bracketed(lambda profile: next(iter(profile.values()))["commit"])
-    columns = ["kernels", *map(", ".join, zip(cases, commits, strict=True))]
-    shown = [group for group, us in longest.items() if us]
-    shown.sort(key=lambda group: (group == "gaps", -longest[group]))
-    cells = [[group, *bracketed(time_of(group))] for group in shown]
-    return markdown(columns, [*cells, ["step", *bracketed(step_of)]])
+def _clocked_ms(run: Record) -> float:
+    """Return the mean step of a whole run after all of its first tokens."""
+    whole_ms = 1e3 * run["rows"] * run["num_new"] / run["tokens_per_s"]
+    return (whole_ms - run["all_first_ms"]) / (run["num_new"] - 1)
 
 
 def around(results: Path) -> str:
@@ -307,7 +240,7 @@ def goals(results: Path) -> str:
     """What decode is to reach, and whether it does."""
     products = last_of(load(results, "sgmv"), "cell")
     judged = [row for row in products if {"ours_us", "ours_error"} & row.keys()]
-    found = decode_goals.goals(_steps(results), judged)
+    found = decode_goals.goals(counted_alike(_steps(results)), judged)
     if not found:
         return ""
     shown = [record for goal in found for record in goal.records]
@@ -348,7 +281,7 @@ def measured(results: Path = RESULTS) -> str:
         ranks,
         *readme_kernels.PARTS,
         around,
-        where,
+        readme_where.where,
         plots,
     ]
     return "\n\n".join(text for part in parts if (text := part(results)))

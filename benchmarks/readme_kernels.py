@@ -3,6 +3,7 @@
 Knows the result files' fields and nothing of how they were measured.
 """
 
+import itertools
 import statistics
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -28,8 +29,8 @@ from benchmarks.readme_tables import (
 from punica_jax.pallas_kernels import MAX_PROJECT_ROWS
 
 _ADAPTERS_FLOOR = (
-    "the floor is A and B of the adapters in the batch, read once at "
-    f"{PEAK_BYTES_PER_S / 1e12:g} TB/s"
+    "in brackets over the floor, which is A and B of the adapters in the batch, read "
+    f"once at {PEAK_BYTES_PER_S / 1e12:g} TB/s"
 )
 
 
@@ -58,7 +59,9 @@ def products(results: Path) -> str:
         ratios = (_ratios(of_steps, "ours_rows", rival) for rival in rivals)
         cells.append([f"as in a step of up to {MAX_PROJECT_ROWS} rows", *ratios])
     columns = ["suite", *rivals.values()]
-    return f"{caption(title, rows, others)}\n\n{markdown(columns, cells)}"
+    known = [any(column) for column in zip(*cells, strict=True)]
+    lines = (list(itertools.compress(line, known)) for line in (columns, *cells))
+    return f"{caption(title, rows, others)}\n\n{markdown(next(lines), lines)}"
 
 
 def _ratios(rows: Iterable[Record], ours: str, rival: str) -> str:
@@ -101,7 +104,7 @@ def loaded(results: Path) -> str:
 
 def adapters(results: Path) -> str:
     """One product by how many adapters its rows have."""
-    title = f"One product by its rows' adapters, microseconds; {_ADAPTERS_FLOOR}"
+    title = f"One product by its rows' adapters, microseconds, {_ADAPTERS_FLOOR}"
     keys = ("width", "rows", "adapters")
     rows = load(results, "adapters_op")
     rows.sort(key=lambda row: [row[key] for key in keys])
@@ -110,7 +113,7 @@ def adapters(results: Path) -> str:
 
 def order(results: Path) -> str:
     """One product by the order of a batch's rows."""
-    title = f"One product by the order of its rows, microseconds; {_ADAPTERS_FLOOR}"
+    title = f"One product by the order of its rows, microseconds, {_ADAPTERS_FLOOR}"
     rows = load(results, "order")
     rows.sort(
         key=lambda r: (r["width"], r["rows"], POPULARITIES.index(r["popularity"]))
@@ -135,7 +138,8 @@ def _by_method(title: str, keys: tuple[str, ...], rows: list[Record]) -> str:
 
 
 def _us(row: Record) -> str:
-    return f"{row['us']:.1f}{host_note(row)}"
+    over = f"{row['us'] / row['floor_us']:.1f}"
+    return f"{row['us']:.1f} ({over}){host_note(row)}"
 
 
 def attention(results: Path) -> str:

@@ -54,6 +54,13 @@ def _percent(value: float | None) -> str:
     return "" if value is None else f"{100 * value:.1f} %"
 
 
+def _window(row: Record) -> str:
+    """Return which requests, or steps, a trace's record is of."""
+    if row["method"] == "group_swap":
+        return f"first {row['steps']} steps"
+    return "all" if row["whole"] else "steady"
+
+
 def trace(results: Path) -> str:
     """The paper's workload: one mixed batch, no adapters at all, one at a time."""
     keys = ("shape", "seats", "whole", "popularity", "method")
@@ -75,7 +82,7 @@ def trace(results: Path) -> str:
             [
                 row["shape"],
                 row["seats"],
-                "all" if row["whole"] else "steady",
+                _window(row),
                 row["popularity"],
                 METHODS[row["method"]],
                 _number(row["tokens_per_s"]),
@@ -88,9 +95,9 @@ def trace(results: Path) -> str:
     ]
     title = (
         "The paper's text generation by an engine's own thread, in steady state or all "
-        "requests from first to last; the decode step in milliseconds, its share of "
-        f"the memory roofline ({FLOOR}), and for how much of the time the device was "
-        "busy at least"
+        "requests from first to last, the baseline in its first steps, where groups "
+        "are largest; the decode step in milliseconds, its share of the memory "
+        f"roofline ({FLOOR}), and for how much of the time the device was busy at least"
     )
     return by_record(title, columns, lines)
 

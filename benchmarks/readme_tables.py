@@ -118,6 +118,17 @@ def counted_alike(steps: Sequence[Record]) -> list[Record]:
     return [s for s in steps if from_second_step(s) or beside(s) not in newer]
 
 
+def place_of(row: Record) -> tuple[Any, ...]:
+    """Return what steps are sorted by: model, rows, context, popularity."""
+    context = tuple(int(part) for part in str(row["context"]).split(".."))
+    popularity = POPULARITIES.index(row["popularity"])
+    return row["shape"], row["rows"], context, popularity
+
+
+def context_of(row: Record) -> str:
+    return str(row["context"]).replace("..", " to ")
+
+
 def over_none(step: Record) -> str:
     """Return how much longer a step takes than without adapters; nothing if it is."""
     if not step["adapters"]:

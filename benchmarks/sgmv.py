@@ -25,7 +25,14 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import peers, sgmv_rivals
-from benchmarks.device_time import Step, compile_step, measure, num_sets
+from benchmarks.decode_goals import device_us
+from benchmarks.device_time import (
+    PEAK_BYTES_PER_S,
+    Step,
+    compile_step,
+    measure,
+    num_sets,
+)
 from benchmarks.provenance import Log
 from benchmarks.sgmv_cells import (
     NUM_SLOTS,
@@ -56,6 +63,7 @@ Record = dict[str, Any]
 # bfloat16 outputs: rounding alone is 0.3 %.
 _MAX_ERROR = 1e-2
 OURS: tuple[str, ...] = ("ours", "ours_rows")
+METADATA_ROWS = (32, 128, 1024)
 _QUICK = (
     "4096->4096 r16 1 distinct",
     "4096->4096 r16 64 distinct",
@@ -113,7 +121,10 @@ METHODS: dict[str, tuple[Callable[..., sgmv_rivals.Problem], sgmv_rivals.Launch]
         sgmv_rivals.ragged_dot_problem,
         sgmv_rivals.in_turn(sgmv_rivals.launch_ragged_dot),
     ),
-    "loop": (sgmv_rivals.loop_problem, sgmv_rivals.launch_loop),
+    "loop": (
+        sgmv_rivals.loop_problem,
+        sgmv_rivals.in_turn(sgmv_rivals.launch_loop),
+    ),
 }
 # Those of others' run: their best kernel, and PyTorch's loop over adapters.
 _RIVALS = ("peer", "peer_loop", *(name for name in METHODS if name not in OURS))
@@ -166,12 +177,12 @@ def run_program(cell: Cell, method: str, program: Program, inputs: Inputs) -> Re
     if not error < _MAX_ERROR:
         return {f"{method}_error": error}
     timed, carries = measure(program.step, carries, operands, shared)
-    record: Record = timed.fields(f"{method}_")
+    record: Record = timed.fields(f"{method}_", floor_us=cell.floor_us)
     if method == "ours":
         kernels = kernel_times(lambda: program.step(carries, operands, shared))
         for name in {"shrink", "expand"} & {k.removeprefix("lora_") for k in kernels}:
             record[f"{name}_us"] = kernels[f"lora_{name}"] * 1e6
-        record |= {"x_floor": record["ours_us"] / cell.floor_us, "error": error}
+        record["error"] = error
     return record
 
 
@@ -227,25 +238,31 @@ def describe(cell: Cell) -> Record:
 
 
 def run_metadata() -> Iterable[Record]:
-    """Time `segment_metadata`, kernel and XLA's form, on ever changing slots."""
-    for rows in (32, 128, 1024):
+    """Time `segment_metadata`, kernel and XLA's form, each call on slots of its own."""
+    for rows in METADATA_ROWS:
         record: Record = {"cell": f"segment_metadata {rows}", "suite": "metadata"}
-        slots = np.random.default_rng(0).integers(0, NUM_SLOTS, rows)
+        rng = np.random.default_rng(0)
+        slots = rng.integers(0, NUM_SLOTS, (32, rows), np.int32)
+        operands = [(jnp.asarray(own),) for own in slots]
         for method in ("ours", "xla"):
-            implementation = None if method == "ours" else "xla"
+            group = functools.partial(
+                segment_metadata,
+                num_slots=NUM_SLOTS,
+                implementation=None if method == "ours" else "xla",
+            )
 
-            def launch(slots, implementation=implementation):
-                # The next call's slots come out of this one, so that none is dropped.
-                segments = segment_metadata(
-                    slots, num_slots=NUM_SLOTS, implementation=implementation
-                )
-                return segments.rows[0]
+            def launch(made, slots, group=group):
+                # No row is below zero: all wait for those before, and all are kept.
+                return (*made[1:], group(slots + jnp.minimum(made[-1].rows[0, :1], 0)))
 
-            carries = [jnp.asarray(slots, jnp.int32)]
-            operands = [()] * 32
+            carries = [tuple(group(*own) for own in operands)]
+            arrays = jax.tree.leaves((operands[0], carries[0][0]))
+            record["bytes"] = sum(array.nbytes for array in arrays)
+            floor_us = record["bytes"] / PEAK_BYTES_PER_S * 1e6
+            record["floor_us"] = floor_us
             step = compile_step(launch, carries, operands)
-            timed, _ = measure(step, carries, operands, ())
-            record |= timed.fields(f"{method}_")
+            timed, _ = measure(step, carries, operands)
+            record |= timed.fields(f"{method}_", floor_us=floor_us)
         yield record
 
 
@@ -258,7 +275,7 @@ def table_of(records: Iterable[Record]) -> Table:
     for record in records:
         us = {name: record.get(f"{name}_us", math.nan) for name in (*timed, *_RIVALS)}
         cells = [f"{us[name]:.1f}" for name in timed]
-        cells.append(f"{record.get('x_floor', math.nan):.1f}")
+        cells.append(f"{record.get('ours_x_floor', math.nan):.1f}")
         cells.append(f"{us['peer']:.1f} {record.get('peer', '')}")
         cells.append(f"{us['ours'] / us['peer']:.2f}")
         cells += [f"{us[name]:.1f}" for name in _RIVALS[1:]]
@@ -268,7 +285,7 @@ def table_of(records: Iterable[Record]) -> Table:
 
 def ratio_to(name: str, records: Iterable[Record]) -> float:
     """Return the geometric mean of our figures over those of `name`."""
-    pairs = [(r.get("ours_us"), r.get(f"{name}_us")) for r in records]
+    pairs = [(r.get("ours_us"), device_us(r, name)) for r in records]
     ratios = [ours / theirs for ours, theirs in pairs if ours and theirs]
     return statistics.geometric_mean(ratios) if ratios else math.nan
 

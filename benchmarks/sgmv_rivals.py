@@ -24,7 +24,8 @@ Launch = Callable[..., Array | tuple[Array, ...]]
 def in_turn(launch: Callable[..., Array]) -> Callable[..., tuple[Array, ...]]:
     """Let each set's call wait for that of the set before it.
 
-    The loop over adapters needs it not: XLA computes none of its products together.
+    XLA may compute those that do not wait in one launch; of the loop over adapters,
+    too, which is none where there is one adapter.
 
     Args:
       launch: `launch(y, x, *operands)` gives the new y.
@@ -82,7 +83,7 @@ def loop_problem(cell: Cell, inputs: Inputs, num_sets: int) -> Problem:
         own = slice(n * cell.num_adapters, (n + 1) * cell.num_adapters)
         operands.append((x, inputs.a[own], inputs.b[own]))
     index = jnp.asarray(adapter_of_row(cell), jnp.int32)
-    return _rows(cell, inputs.y, num_sets), operands, (index,)
+    return [tuple(_rows(cell, inputs.y, num_sets))], operands, (index,)
 
 
 def launch_loop(y, x, a, b, index, *, d_outs: tuple[int, ...]):

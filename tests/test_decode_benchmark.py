@@ -128,7 +128,8 @@ def test_goals():
 def test_goals_of_products():
     cell = {"ours_us": 7.0, "peer_us": 10.0, "peer_loop_us": 50.0, "gather_us": 8.0}
     loop = {"ours_us": 8.3, "peer_us": 12.0, "peer_loop_us": 8.0, "gather_us": 9.0}
-    cell, loop = ({**one, "in_turn": True} for one in (cell, loop))
+    both = {"in_turn": True, "adapters": 1, "ragged_dot_us": 9.0}
+    cell, loop = (one | both for one in (cell, loop))
 
     def judged(*cells):
         goals = decode_goals.goals([], cells)
@@ -140,6 +141,7 @@ def test_goals_of_products():
         "where PyTorch's loop over adapters beats every kernel": ("1 of 1", True),
         f"{mean} kernel's": ("0.70", True),
         "faster than XLA gather": ("2 of 2", True),
+        "faster than `ragged_dot`": ("2 of 2", True),
     }
     slow = judged(cell, loop | {"ours_us": 8.5})
     assert slow["where PyTorch's loop over adapters beats every kernel"][1] is False
@@ -149,9 +151,15 @@ def test_goals_of_products():
     assert judged(cell, failed)[faster] == ("1 of 2", False)
     assert judged(cell, failed)[f"{mean} kernel's"] == ("inf", False)
     host = judged(cell, cell | {"gather_us": 1.0, "gather_launch_us": 0.95})
-    assert host["faster than XLA gather"] == ("1 of 1", True)
+    assert host["faster than XLA gather"] == ("1 of 1, 1 not measured", False)
     # Nor is one whose calls did not wait for one another.
-    assert "faster than XLA gather" not in judged(cell | {"in_turn": False})
+    at_once = cell | {"in_turn": False, "loop_us": 5.0}
+    assert judged(at_once)["faster than XLA gather"] == (
+        "not measured",
+        False,
+    )
+    assert decode_goals.device_us(at_once, "loop") is None
+    assert decode_goals.device_us(at_once | {"adapters": 2}, "loop") == 5.0
     assert judged({"xla_us": 1.0, "ours_us": 2.0}) == {}
 
 

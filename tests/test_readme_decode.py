@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from benchmarks import peers, readme_decode, readme_kernels
+from benchmarks import peers, readme_decode, readme_kernels, readme_where
 from benchmarks.provenance import RESULTS, ROOT
 from tests import benchmark_records as made
 
@@ -115,6 +115,11 @@ def test_rivals_that_are_counted_otherwise_are_not_shown(results):
     names = {"XLA gather": "", "group and swap": "", "commit": "def"}
     assert rivals(*old, ours) == names
     assert rivals(*old, ours, gather) == names | {"XLA gather": "18.00"}
+    # A step that counts its first launch says so where others do not.
+    write(results, "decode", [*old, ours])
+    steps = {tuple(row[:4]): row[5] for row in rows_of(readme_decode.decode(results))}
+    assert steps["7B", "32", "512", "distinct (32)"] == "8.00"
+    assert steps["8B", "32", "512", "distinct (32)"] == "8.00 (first launch counted)"
     # Nor are cases of our own, beside others.
     write(results, "decode", [*old, ours])
     rows = rows_of(readme_decode.decode(results))
@@ -131,10 +136,24 @@ def test_engines_do_not_mix_what_is_counted_otherwise(results):
     [bare] = [r for r in old if r["rows"] == 32 and is_of_span(r, "none")]
     write(results, "decode", [*old, bare | {"from_second_step": True, "step_ms": 6.5}])
     rows = rows_of(readme_decode.engines(results))
-    assert ["7B", "32", "**punica-jax**", "**6.50**", "", ""] in rows
+    assert ["7B", "32", "**punica-jax**, a step", "**6.50**", "", ""] in rows
     # Other models and rows are of other cases.
-    assert ["8B", "32", "**punica-jax**", "**7.00**", "**7.03**", "**8.00**"] in rows
-    assert ["7B", "1", "**punica-jax**", "**5.06**", "**5.09**", "**5.09**"] in rows
+    assert [
+        "8B",
+        "32",
+        "**punica-jax**, a step",
+        "**7.00**",
+        "**7.03**",
+        "**8.00**",
+    ] in rows
+    assert [
+        "7B",
+        "1",
+        "**punica-jax**, a step",
+        "**5.06**",
+        "**5.09**",
+        "**5.09**",
+    ] in rows
 
 
 def is_of_span(record, popularity):
@@ -147,12 +166,33 @@ def test_others_are_quoted_beside_ours(results):
     ours = "(NVIDIA H200, JAX 0.0.1, commit abc, 2026-01-02; others: "
     assert f"{ours}{peers.source(peers.END_TO_END)}):" in text
     rows = rows_of(text)[2:]
-    ours = ["7B", "32", "**punica-jax**", "**7.00**", "**7.03**", "**8.00**"]
+    ours = ["7B", "32", "**punica-jax**, a step", "**7.00**", "**7.03**", "**8.00**"]
     assert rows[rows.index(ours) + 1] == [
         *("7B", "32", "vLLM 0.26.0", "7.26", "9.06", "19.6")
     ]
-    assert ["8B", "1", "**punica-jax**", "**5.06**", "**5.09**", "**5.09**"] in rows
+    assert [
+        "8B",
+        "1",
+        "**punica-jax**, a step",
+        "**5.06**",
+        "**5.09**",
+        "**5.09**",
+    ] in rows
     assert len([row for row in rows if "punica" in row[2]]) == 4
+
+
+def test_our_engine_by_the_clock(results):
+    run = {"benchmark": "serving_batch", "shape": "7B", "rows": 32, "num_new": 128}
+    run |= {"popularity": "distinct", "vllm_tokens_per_s": 1342, **made.WHERE}
+    # 4096 tokens in 1333 ms; all first ones after 444, so 127 steps in 889.
+    run |= {"tokens_per_s": 4096 / 1.333, "all_first_ms": 444.0}
+    other = {key: run[key] for key in run if key != "vllm_tokens_per_s"}
+    write(results, "serving", [run, other | {"rows": 1}])
+    rows = rows_of(readme_decode.engines(results))
+    ours = ["7B", "32", "**punica-jax**, its engine", "", "", "**7.00**"]
+    step = ["7B", "32", "**punica-jax**, a step"]
+    assert rows[rows.index(ours) - 1][:3] == step
+    assert len([row for row in rows if "its engine" in row[2]]) == 1
 
 
 def test_ranks(results):
@@ -163,8 +203,9 @@ def test_ranks(results):
 
 def test_products(results):
     header, _, *cells = rows_of(readme_kernels.products(results))
-    assert header[2:] == ["XLA gather", "`ragged_dot`", "loop over adapters"]
-    ratios = ["0.75 (6 of 6)", "0.79 (4 of 6)", "", "0.50 (6 of 6)"]
+    # `ragged_dot` was not measured.
+    assert header[2:] == ["XLA gather", "loop over adapters"]
+    ratios = ["0.75 (6 of 6)", "0.79 (4 of 6)", "0.50 (6 of 6)"]
     assert cells == [["decode", *ratios], ["all", *ratios]]
 
 
@@ -212,6 +253,7 @@ def test_goals(results):
         ["every cell", "6 of 6", "yes", "abc"],
         ["<= 0.75", "0.75", "yes", "abc"],
         ["every cell", "4 of 6", "no", "abc"],
+        ["every cell", "not measured", "no", "abc"],
     ]
     assert [row[0].split(":")[0].split(",")[0] for row in rows[:3]] == [
         "7B",
@@ -240,8 +282,8 @@ def test_small_benchmarks_have_tables_once_they_have_records(results):
     assert rows_of(readme_kernels.adapters(results)) == [
         ["width", "rows", "adapters", "floor", *methods],
         ["---"] * 6,
-        ["4096", "32", "8", "2.0", "4.0", ""],
-        ["4096", "32", "32", "2.0", "5.0", "5.0 (the host)"],
+        ["4096", "32", "8", "2.0", "4.0 (2.0)", ""],
+        ["4096", "32", "32", "2.0", "5.0 (2.5)", "5.0 (2.5) (the host)"],
     ]
     orders = [
         product_record("order", method, popularity=popularity, order=order)
@@ -257,7 +299,15 @@ def test_small_benchmarks_have_tables_once_they_have_records(results):
         ["distinct", "sorted"],
         ["distinct", "shuffled"],
     ]
-    assert rows[0] == ["4096", "32", "uniform", "sorted", "2.0", "5.0", "5.0"]
+    assert rows[0] == [
+        "4096",
+        "32",
+        "uniform",
+        "sorted",
+        "2.0",
+        "5.0 (2.5)",
+        "5.0 (2.5)",
+    ]
 
 
 def test_steps_by_adapters_loaded(results):
@@ -300,7 +350,7 @@ def test_plots_are_linked_from_the_root(results):
 
 
 def test_profiles_are_the_last_and_the_first(results):
-    text = readme_decode.where(results)
+    text = readme_where.where(results)
     assert "commit abc" in text and "commit def" in text and "mid" not in text
     assert "\n\n7B, 32 rows, context 512:\n\n| kernels |" in text
     header, _, *rows = rows_of(text)
@@ -317,7 +367,7 @@ def test_each_model_has_profiles_of_its_own(results):
     records = made.where_records()
     other = [record | {"shape": "8B", "method": "gather"} for record in records[:4]]
     write(results, "where", [*other, *records])
-    first, second = readme_decode.where(results).split("\n\n8B, 32 rows")
+    first, second = readme_where.where(results).split("\n\n8B, 32 rows")
     assert "XLA gather" not in first
     assert rows_of(second)[0] == ["kernels", "distinct, XLA gather, abc"]
 
@@ -326,7 +376,7 @@ def test_profiles_of_prefill_follow_those_of_decode(results):
     records = made.where_records()
     prefill = [record | {"rows": 4, "query_len": 512} for record in records]
     write(results, "where", [*prefill, *records])
-    text = readme_decode.where(results)
+    text = readme_where.where(results)
     decode, prefill = text.split("\n\n7B, 4 chunks of 512 tokens of prompts of 512:")
     assert "\n\n7B, 32 rows, context 512:" in decode
     assert rows_of(decode) == rows_of(prefill)

@@ -3,9 +3,7 @@ import json
 import pytest
 
 from benchmarks import device_time, sampling
-from benchmarks.decode_goals import SAMPLING_SHARE, judge_sampling
-from benchmarks.provenance import RESULTS
-from benchmarks.readme_tables import last_of, load
+from benchmarks.decode_goals import judge_sampling
 
 
 @pytest.fixture(autouse=True)
@@ -64,13 +62,5 @@ def test_share_is_of_a_step_with_the_vocabulary_that_was_drawn_from():
     assert "met" not in judge_sampling({**draw, "rows": 1}, steps)
     assert "met" not in judge_sampling({**draw, "case": "logprobs"}, steps)
     assert "share" not in judge_sampling({**draw, "rows": 2}, steps)
-
-
-def test_what_was_measured_meets_its_goal():
-    draws = last_of(load(RESULTS, "sampling"), "rows", "case")
-    steps = load(RESULTS, "decode")
-    judged = [judge_sampling(record, steps) for record in draws]
-    shares = {r["case"]: r["share"] for r in judged if "met" in r}
-    assert {"greedy", "temperature", "top_k", "top_p", "draw"} <= shares.keys()
-    assert {r["vocab"] for r in judged} == {128256}
-    assert max(shares.values()) <= SAMPLING_SHARE == 0.03, shares
+    # A time that is the host's says nothing.
+    assert "met" not in judge_sampling({**draw, "launch_us": 175.0}, steps)

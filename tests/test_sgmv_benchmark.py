@@ -61,7 +61,7 @@ def test_methods_agree_with_the_oracle_and_are_timed(method, monkeypatch):
     assert record[f"{method}_us"] > 0, record
     if method == "ours":
         times = record["ours_us"] / TINY.floor_us
-        assert record["x_floor"] == pytest.approx(times)
+        assert record["ours_x_floor"] == pytest.approx(times)
     monkeypatch.setattr(sgmv, "_MAX_ERROR", 1e-5)
     record = sgmv.run_program(TINY, method, program, make())
     assert list(record) == [f"{method}_error"]  # a wrong sum is no figure
@@ -90,7 +90,7 @@ def test_a_rival_waits_for_the_set_before():
 
 def test_table_and_ratio():
     record = {**sgmv.describe(load_cells()[0]), "ours_us": 3.5, "loop_us": 8.0}
-    record["x_floor"] = 35.0
+    record["ours_x_floor"] = 35.0
     columns = sgmv.table_of([record, {"cell": "segment_metadata"}]).columns
     cells = {column.header: list(column.cells) for column in columns}
     assert cells["of peer"] == ["0.50", "-"] and cells["x floor"] == ["35.0", "-"]

@@ -18,7 +18,7 @@ from benchmarks import (
     where,
 )
 from benchmarks.decode import SHAPES
-from benchmarks.sgmv_cells import Cell
+from benchmarks.sgmv_cells import Cell, load_cells
 from punica_jax.pallas_kernels.shapes import MODEL_SHAPES
 from tests.benchmark_cases import TINY
 
@@ -108,11 +108,22 @@ def test_ceilings(run):
 def test_sgmv(run, monkeypatch):
     cell = Cell(suite="s", d_in=32, d_outs=(16,), rank=16, rows=3, popularity="uniform")
     monkeypatch.setattr(sgmv, "load_cells", lambda: [cell])
-    monkeypatch.setattr(sgmv, "run_metadata", tuple)
+    monkeypatch.setattr(sgmv, "METADATA_ROWS", (8,))
     monkeypatch.setattr(device_time, "COLD_BYTES", cell.num_bytes)
-    (record,) = run(sgmv)
+    record, metadata = run(sgmv)
     assert record["adapters"] == 2 and record["flops"] == cell.num_flops
     assert all(record[f"{method}_us"] > 0 for method in sgmv.METHODS)
+    assert metadata["cell"] == "segment_metadata 8"
+    # 8 slots in; 8 rows, 8 slots and 3 x 8 of tiles out.
+    assert metadata["bytes"] == 4 * 6 * 8
+    for method in ("ours", "xla"):
+        over = metadata[f"{method}_us"] / metadata["floor_us"]
+        assert metadata[f"{method}_x_floor"] == pytest.approx(over)
+
+
+@pytest.mark.parametrize("cell", load_cells(), ids=lambda cell: cell.name)
+def test_launches_read_more_than_a_cache_holds(cell):
+    assert device_time.num_sets(cell.num_bytes) * cell.num_bytes > 100e6
 
 
 @pytest.mark.slow

@@ -247,7 +247,7 @@ class AdapterResidence(AdapterRegistry):
           reads_ahead: read it even if there is no room for it yet.
 
         Raises:
-          AdapterCapacityError: there can never be, or pins leave none.
+          AdapterCapacityError: pins leave none.
         """
         version.lacks_room = False
         if version.asked_s is None:
@@ -267,12 +267,6 @@ class AdapterResidence(AdapterRegistry):
                     version.lacks_room = True
                     self._placed.check_pins(version)
             return False
-        host = version.host
-        if reason := self._table.why_never(num_pages, host.rank):
-            text = f"adapter {version.name!r} does not fit: {reason}"
-            self._fail(version, AdapterCapacityError(text))
-            self._settle(version)
-            raise AdapterCapacityError(text)
         if len(self._tasks.of("stage")) >= MAX_STAGED:
             return False
         leaving = self._placed.idle_for(version, num_pages)
@@ -286,6 +280,7 @@ class AdapterResidence(AdapterRegistry):
         for one in leaving:
             self._placed.remove(one)
             one.stats.num_evictions += 1
+        host = version.host
         placed = self._placed.add(version, host.rank)
         stage = functools.partial(self._device.stage, host, placed.slot, placed.pages)
         self._tasks.start(version, "stage", stage)
@@ -298,6 +293,10 @@ class AdapterResidence(AdapterRegistry):
         version.report = host.report
         version.num_pages = {one: host.num_pages(one) for one in self._table.num_pages}
         self._on_host.add(version, host)
+        # Now: it may leave host memory before there is a copy to begin.
+        if reason := self._table.why_never(version.num_pages, host.rank):
+            text = f"adapter {version.name!r} does not fit: {reason}"
+            self._fail(version, AdapterCapacityError(text))
 
     def _take_staged(self, version: Version, staged: Any) -> None:
         host, placement = version.host, version.placement

@@ -940,6 +940,17 @@ def test_what_never_fits_beside_the_pinned_keeps_nobody_waiting():
         place.use(f"a{number}")
 
 
+def test_what_never_fits_says_why_though_it_has_left_host_memory(place: Setting):
+    version = place.add("x", FakeHost("x", (7, 1), nbytes=HOST_BYTES + 1))
+    assert place.residence.claim("x") is None
+    place.settle()
+    place.add("a")
+    place.use("a")
+    assert version.host is None
+    with pytest.raises(AdapterCapacityError, match="it needs 7 rank pages of group qk"):
+        place.residence.claim("x")
+
+
 @pytest.mark.parametrize(
     ("host", "text"),
     [

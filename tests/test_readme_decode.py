@@ -9,6 +9,8 @@ from benchmarks import peers, readme_decode, readme_kernels, readme_where
 from benchmarks.provenance import RESULTS, ROOT
 from tests import benchmark_records as made
 
+STEP = "**punica-jax**, a step"
+
 
 @pytest.fixture
 def results(tmp_path):
@@ -136,24 +138,10 @@ def test_engines_do_not_mix_what_is_counted_otherwise(results):
     [bare] = [r for r in old if r["rows"] == 32 and is_of_span(r, "none")]
     write(results, "decode", [*old, bare | {"from_second_step": True, "step_ms": 6.5}])
     rows = rows_of(readme_decode.engines(results))
-    assert ["7B", "32", "**punica-jax**, a step", "**6.50**", "", ""] in rows
+    assert ["7B", "32", STEP, "**6.50**", "", ""] in rows
     # Other models and rows are of other cases.
-    assert [
-        "8B",
-        "32",
-        "**punica-jax**, a step",
-        "**7.00**",
-        "**7.03**",
-        "**8.00**",
-    ] in rows
-    assert [
-        "7B",
-        "1",
-        "**punica-jax**, a step",
-        "**5.06**",
-        "**5.09**",
-        "**5.09**",
-    ] in rows
+    assert ["8B", "32", STEP, "**7.00**", "**7.03**", "**8.00**"] in rows
+    assert ["7B", "1", STEP, "**5.06**", "**5.09**", "**5.09**"] in rows
 
 
 def is_of_span(record, popularity):
@@ -166,18 +154,11 @@ def test_others_are_quoted_beside_ours(results):
     ours = "(NVIDIA H200, JAX 0.0.1, commit abc, 2026-01-02; others: "
     assert f"{ours}{peers.source(peers.END_TO_END)}):" in text
     rows = rows_of(text)[2:]
-    ours = ["7B", "32", "**punica-jax**, a step", "**7.00**", "**7.03**", "**8.00**"]
+    ours = ["7B", "32", STEP, "**7.00**", "**7.03**", "**8.00**"]
     assert rows[rows.index(ours) + 1] == [
         *("7B", "32", "vLLM 0.26.0", "7.26", "9.06", "19.6")
     ]
-    assert [
-        "8B",
-        "1",
-        "**punica-jax**, a step",
-        "**5.06**",
-        "**5.09**",
-        "**5.09**",
-    ] in rows
+    assert ["8B", "1", STEP, "**5.06**", "**5.09**", "**5.09**"] in rows
     assert len([row for row in rows if "punica" in row[2]]) == 4
 
 
@@ -190,7 +171,7 @@ def test_our_engine_by_the_clock(results):
     write(results, "serving", [run, other | {"rows": 1}])
     rows = rows_of(readme_decode.engines(results))
     ours = ["7B", "32", "**punica-jax**, its engine", "", "", "**7.00**"]
-    step = ["7B", "32", "**punica-jax**, a step"]
+    step = ["7B", "32", STEP]
     assert rows[rows.index(ours) - 1][:3] == step
     assert len([row for row in rows if "its engine" in row[2]]) == 1
 

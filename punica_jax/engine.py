@@ -257,8 +257,8 @@ class Engine:
         Args:
           name: what requests call it.
           source: a PEFT directory, an id of the Hugging Face hub, or the weights:
-            module -> (`A [rank, d_in]`, `B [d_out, rank]`), as for `save_adapter`.
-            They are kept, not copied.
+            module -> (`A [rank, d_in]`, `B [d_out, rank]`), as for `save_adapter`;
+            kept, and read again after an eviction: neither change nor donate them.
           allow_nan: take weights that are not finite.
           pin: keep it on the device, from when there is room; None is as before.
           **fields: with weights, those of `adapter_config.json`, such as `lora_alpha`.

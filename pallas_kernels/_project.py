@@ -77,7 +77,9 @@ def project(
     options = {name: array for name, array in options.items() if array is not None}
     (rows, d_in), d_out = x.shape, weight.shape[0]
     config = config or project_config(
-        d_in, d_out, x.dtype, shared_bytes(), shrinks=lora is not None
+        *(d_in, d_out, x.dtype, shared_bytes()),
+        tile_rows=max(16, pl.next_power_of_2(rows)),
+        shrinks=lora is not None,
     )
     num_blocks = pl.cdiv(d_out, config.block_n)
     shapes = [jax.ShapeDtypeStruct((rows, d_out), x.dtype)]

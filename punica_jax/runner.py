@@ -235,7 +235,8 @@ class Runner:
         """Tell whether launches of a bucket's steps should run beside each other.
 
         The shrink beside the base product, where each is a launch: 64 rows of 8
-        adapters take 9.6 ms so, and 10.1 without (a 7B on one H200). Not in prefill:
+        adapters took 9.6 ms so while they were two launches, and 10.1 one after the
+        other (a 7B on one H200). Not in prefill:
         with JAX 0.11.2 the launch of such a step waits for the step before it; of the
         time of 32 requests at once the device was known to be busy for 66 % so, and for
         99 % without.

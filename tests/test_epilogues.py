@@ -249,6 +249,22 @@ def test_a_row_is_bitwise_the_same_alone(form, implementation):
         np.testing.assert_array_equal(run(np.array([row]))[0], together[row])
 
 
+@pytest.mark.parametrize("implementation", ["pallas_interpret", GPU])
+def test_a_row_is_bitwise_the_same_among_33_and_64(implementation):
+    case, weight, bias = linear_case("bfloat16", MAX_PROJECT_ROWS, d_in=136)
+    slots = some_slots(case, MAX_PROJECT_ROWS)
+
+    def run(rows):
+        segments = segments_of(case, slots[rows], implementation)
+        y, x = jnp.asarray(case.y[rows]), jnp.asarray(case.x[rows])
+        operands = x, weight, (case.pool, segments), bias, y
+        return run_linear(*operands, implementation=implementation)
+
+    together = run(np.arange(MAX_PROJECT_ROWS))
+    some = np.random.default_rng(0).permutation(MAX_PROJECT_ROWS)[:33]
+    np.testing.assert_array_equal(run(some), together[some])
+
+
 @pytest.mark.parametrize("implementation", ["xla", GRID, GPU])
 def test_several_adapters_on_a_row(implementation):
     case = gated_case("float32")
@@ -430,6 +446,7 @@ def run_linear(x, weight, lora, bias, residual, *, implementation):
     [
         pytest.param(1, marks=pytest.mark.grid),
         ROWS,
+        pytest.param(48, marks=pytest.mark.grid),
         pytest.param(70, marks=pytest.mark.grid),  # too many for one launch
     ],
 )
@@ -576,9 +593,12 @@ def test_an_expand_adds_splits_and_their_groups_alike(splits, implementation):
 @pytest.mark.parametrize("d_in", [64, 4096, 14336])
 @pytest.mark.parametrize("d_out", [24, 4096, 6144, 12288, 28672])
 @pytest.mark.parametrize("shrinks", [False, True])
-def test_a_program_fits_its_multiprocessor(shrinks, d_in, d_out, dtype, kib):
-    config = project_config(d_in, d_out, dtype, kib * 1024, shrinks=shrinks)
-    product = config.block_k * (config.block_n + MAX_PROJECT_ROWS)
+@pytest.mark.parametrize("tile_rows", [16, MAX_PROJECT_ROWS])
+def test_a_program_fits_its_multiprocessor(tile_rows, shrinks, d_in, d_out, dtype, kib):
+    config = project_config(
+        *(d_in, d_out, dtype, kib * 1024), tile_rows=tile_rows, shrinks=shrinks
+    )
+    product = config.block_k * (config.block_n + tile_rows)
     shrink = shrink_config(d_in, dtype, 4).block_d * (16 + 64)
     values = product if dtype == "float32" else max(product, shrink)
     needed = config.num_stages * values * jnp.dtype(dtype).itemsize

@@ -5,6 +5,7 @@ called, is others' business.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -89,7 +90,7 @@ class DevicePools:
         Returns:
           Whether all its values are finite, as the device found them.
         """
-        return bool(self._write(self.stage(adapter, 0, pages)))
+        return bool(self._write(self.stage(adapter, 0, pages)()))
 
     def show(
         self, slot: int, adapter: Adapter, pages: Mapping[str, Sequence[int]]
@@ -99,22 +100,26 @@ class DevicePools:
 
     def stage(
         self, adapter: Adapter, slot: int, pages: Mapping[str, Sequence[int]]
-    ) -> StagedAdapter:
-        """Copy an adapter to the device, beside the pools, and wait for it.
+    ) -> Callable[[], StagedAdapter]:
+        """Begin to copy an adapter to the device, beside the pools.
 
-        Touches nothing that steps use: other threads may call it meanwhile.
+        XLA has a copy wait for all steps that were launched before it began, since
+        the memory that it goes to may be theirs: begin it before the next launch.
 
         Args:
           adapter: its weights, in the pools' dtype.
           slot: the slot that it is for.
           pages: module group -> the pages for it.
+
+        Returns:
+          What waits for it, in any thread, and keeps the weights until then.
         """
         copies = {
             group: list(map(self._copy, adapter.buffers(group)))
             for group in MODULE_GROUPS
         }
         staged = StagedAdapter(copies, self._tables(slot, adapter, pages))
-        return jax.block_until_ready(staged)
+        return functools.partial(_wait, staged, adapter)
 
     def place(self, staged: StagedAdapter) -> Callable[[], bool]:
         """Write a staged adapter to its pages, and point its slot at them.
@@ -122,7 +127,7 @@ class DevicePools:
         Does not wait: rows of the next step see it.
 
         Args:
-          staged: what `stage` returned; no row of a step in flight may name its slot,
+          staged: what was waited for; no row of a step in flight may name its slot,
             and no slot in use its pages.
 
         Returns:
@@ -219,6 +224,12 @@ class DevicePools:
         copies = jax.block_until_ready(jax.device_put(pages))
         self._write(StagedAdapter(copies, tables))
         self._show(tables)
+
+
+def _wait(staged: StagedAdapter, adapter: Adapter) -> StagedAdapter:
+    """Wait for a copy; locked pages are others' once nobody has the adapter."""
+    del adapter
+    return jax.block_until_ready(staged)
 
 
 def _write_packed(

@@ -9,11 +9,11 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from punica_jax.adapters import AdapterTable
 from punica_jax.device_tier import DeviceTier
-from punica_jax.placements import AdapterCapacityError, Held
+from punica_jax.placements import AdapterCapacityError, Held, Placement
 from punica_jax.registry import AdapterRegistry
 from punica_jax.tasks import Kind, Tasks
 from punica_jax.versions import Device, HostAdapter, HostCache, Version, examine
@@ -280,11 +280,16 @@ class AdapterResidence(AdapterRegistry):
         for one in leaving:
             self._placed.remove(one)
             one.stats.num_evictions += 1
-        host = version.host
-        placed = self._placed.add(version, host.rank)
-        stage = functools.partial(self._device.stage, host, placed.slot, placed.pages)
-        self._tasks.start(version, "stage", stage)
+        placed = self._placed.add(version, version.host.rank)
+        self._tasks.start(version, "stage", self._begin_copy(version.host, placed))
         return True
+
+    def _begin_copy(self, host: HostAdapter, placed: Placement) -> Callable[[], Any]:
+        """Return what waits for the copy, or raises why it could not begin."""
+        try:
+            return self._device.stage(host, placed.slot, placed.pages)
+        except Exception as error:
+            return functools.partial(_raise, error)
 
     def _take_read(self, version: Version, host: HostAdapter) -> None:
         version.stats.num_reads += 1
@@ -349,3 +354,7 @@ class AdapterResidence(AdapterRegistry):
         if is_retired:
             del self.retired[version]
             version.gone.set_result(None)
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error

@@ -34,8 +34,13 @@ class HostAdapter(Protocol):
 class Device(Protocol):
     """What copies adapters to the device: `DevicePools`."""
 
-    def stage(self, adapter: Any, slot: int, pages: Mapping[str, Sequence[int]]) -> Any:
-        """Copy an adapter to the device, for a slot and pages; waits. In any thread."""
+    def stage(
+        self, adapter: Any, slot: int, pages: Mapping[str, Sequence[int]]
+    ) -> Callable[[], Any]:
+        """Begin to copy an adapter to the device, for a slot and pages.
+
+        Returns what waits for it, in any thread.
+        """
         ...
 
     def place(self, staged: Any) -> Callable[[], bool]:

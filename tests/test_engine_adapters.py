@@ -753,12 +753,30 @@ def hold_copies(engine, monkeypatch):
     stage = engine._residence._device.stage
 
     def slow(*args):
-        begun.set()
-        assert go.wait(20)
-        return stage(*args)
+        wait = stage(*args)
+
+        def wait_long():
+            begun.set()
+            assert go.wait(20)
+            return wait()
+
+        return wait_long
 
     monkeypatch.setattr(engine._residence._device, "stage", slow)
     return begun, go
+
+
+def test_copies_begin_between_steps(engine, root, monkeypatch):
+    """A copy waits for the steps launched before it: another thread is later."""
+    threads, stage = [], engine._residence._device.stage
+
+    def noted(*args):
+        threads.append(threading.current_thread().name)
+        return stage(*args)
+
+    monkeypatch.setattr(engine._residence._device, "stage", noted)
+    load(engine, "other", root / "adapters" / "b")
+    assert threads == ["punica-jax-engine"]
 
 
 def test_loading_may_be_left_while_it_is_copied(engine, root, monkeypatch):

@@ -85,19 +85,28 @@ class FakeDevice:
 
     Attributes:
       slots: slot -> what was placed there last.
+      full: errors of copies that are to begin next.
+      broken: errors of those that are waited for next.
     """
 
     def __init__(self) -> None:
         self.slots: dict[int, FakeHost] = {}
+        self.full: list[Exception] = []
         self.broken: list[Exception] = []
 
     def stage(
         self, adapter: FakeHost, slot: int, pages: Mapping[str, Sequence[int]]
-    ) -> Any:
-        if self.broken:
-            raise self.broken.pop()
+    ) -> Callable[[], Any]:
+        if self.full:
+            raise self.full.pop()
         assert {group: len(own) for group, own in pages.items()} == adapter.pages
-        return slot, adapter
+
+        def wait() -> Any:
+            if self.broken:
+                raise self.broken.pop()
+            return slot, adapter
+
+        return wait
 
     def place(self, staged: Any) -> Callable[[], bool]:
         slot, adapter = staged
@@ -823,12 +832,13 @@ def test_files_that_cannot_be_read(
     assert place.use("x") is version and version.error is None
 
 
-def test_what_cannot_be_copied(place: Setting):
+@pytest.mark.parametrize("when", ["full", "broken"])
+def test_what_cannot_be_copied(place: Setting, when: str):
     version = place.add("x")
     place.residence.claim("x")
     place.executor.finish()
     place.residence.poll()
-    place.device.broken.append(OSError("the device is full"))
+    getattr(place.device, when).append(OSError("the device is full"))
     held = place.residence.claim("x")
     assert held is version
     place.settle()
@@ -1310,6 +1320,11 @@ class AnySequence(RuleBasedStateMachine):
             content = self.place.device.slots[version.slot]
             is_bad = not content.is_finite and not version.allow_nan
             assert (version.verify() is not None) == is_bad
+
+    @precondition(lambda self: not self.place.device.full)
+    @rule()
+    def fill(self):
+        self.place.device.full.append(OSError("the device is full"))
 
     @precondition(lambda self: self.place.executor.waiting)
     @rule(data=st.data(), is_broken=st.integers(0, 9))

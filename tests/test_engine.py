@@ -691,8 +691,10 @@ def test_a_request_under_way_keeps_its_engine(root):
         thread = engine._thread._thread
         del engine
         gc.collect()
+        await anext(pieces)
+        assert thread.is_alive()
         [got] = await completions(pieces, is_whole=False)
-        assert got.finish_reason == "length" and thread.is_alive()
+        assert got.finish_reason == "length"  # the thread may have left by now
         return thread
 
     thread = run(main())

@@ -200,7 +200,7 @@ def test_products_of_all_suites_and_of_steps(results):
         ["decode", "0.75 (6 of 6)", "0.79 (4 of 6)"],
         ["prefill", "1.50 (0 of 1)", "1.00 (0 of 1)"],
         ["all", "0.83 (6 of 7)", "0.82 (4 of 7)"],
-        ["as in a step of up to 32 rows", "0.50 (2 of 2)", "1.33 (0 of 2)"],
+        ["as in a step of up to 64 rows", "0.50 (2 of 2)", "1.33 (0 of 2)"],
     ]
 
 

@@ -34,11 +34,11 @@ def copies(bench: BenchModel, path: Path, empty: EmptyBuffer) -> dict[str, Any]:
     there = jax.device_put(plain).sharding
     if adapter.is_locked:
         plain = jax.device_put(plain, there.with_memory_kind("pinned_host"))
-    staged = pools.stage(adapter, 0, pages)()
+    staged = pools.stage(adapter, 0, pages)
     return {
         "adapter_bytes": adapter.nbytes,
         "is_locked": adapter.is_locked,
-        "stage_ms": _best_ms(lambda: pools.stage(adapter, 0, pages)()),
+        "stage_ms": _best_ms(lambda: pools.wait(pools.stage(adapter, 0, pages))),
         "copy_ms": _best_ms(
             lambda: jax.block_until_ready(jax.device_put(plain, there))
         ),

@@ -265,16 +265,21 @@ class Cases:
         return requests_for(names, self.sizes.max_model_len)
 
     def _decoding(self, names: Sequence[str]) -> Iterator[Request]:
-        """Yield requests that decode for as long as they can."""
-        prompt_len = self.sizes.max_model_len // 4
-        num_new = self.sizes.max_model_len - prompt_len
-        number = 0
-        while True:
-            for name in names:
-                yield Request(
-                    number=number, prompt_len=prompt_len, num_new=num_new, adapter=name
-                )
-                number += 1
+        """Yield requests that decode for as long as they can.
+
+        The first ones begin evenly far on, those that follow with one token: a step has
+        about as many tokens at any time, and its time does not grow.
+        """
+        most = self.sizes.max_model_len
+        for number in itertools.count():
+            is_first = number < len(names)
+            prompt_len = 1 + (most - 1) * number // len(names) if is_first else 1
+            yield Request(
+                number=number,
+                prompt_len=prompt_len,
+                num_new=most - prompt_len,
+                adapter=names[number % len(names)],
+            )
 
     def _steady(
         self, server: Server, requests: Iterator[Request]

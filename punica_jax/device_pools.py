@@ -5,7 +5,6 @@ called, is others' business.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -90,7 +89,7 @@ class DevicePools:
         Returns:
           Whether all its values are finite, as the device found them.
         """
-        return bool(self._write(self.stage(adapter, 0, pages)()))
+        return bool(self._write(self.stage(adapter, 0, pages)))
 
     def show(
         self, slot: int, adapter: Adapter, pages: Mapping[str, Sequence[int]]
@@ -100,34 +99,35 @@ class DevicePools:
 
     def stage(
         self, adapter: Adapter, slot: int, pages: Mapping[str, Sequence[int]]
-    ) -> Callable[[], StagedAdapter]:
+    ) -> StagedAdapter:
         """Begin to copy an adapter to the device, beside the pools.
 
         XLA has a copy wait for all steps that were launched before it began, since
         the memory that it goes to may be theirs: begin it before the next launch.
 
         Args:
-          adapter: its weights, in the pools' dtype.
+          adapter: its weights, in the pools' dtype; kept until the copy is through.
           slot: the slot that it is for.
           pages: module group -> the pages for it.
-
-        Returns:
-          What waits for it, in any thread, and keeps the weights until then.
         """
         copies = {
             group: list(map(self._copy, adapter.buffers(group)))
             for group in MODULE_GROUPS
         }
-        staged = StagedAdapter(copies, self._tables(slot, adapter, pages))
-        return functools.partial(_wait, staged, adapter)
+        return StagedAdapter(copies, self._tables(slot, adapter, pages))
+
+    def wait(self, staged: StagedAdapter) -> None:
+        """Wait for a copy, in any thread."""
+        jax.block_until_ready(staged)
 
     def place(self, staged: StagedAdapter) -> Callable[[], bool]:
         """Write a staged adapter to its pages, and point its slot at them.
 
-        Does not wait: rows of the next step see it.
+        Does not wait, not for the copy either: rows of the next step see it, and the
+        device has that step wait.
 
         Args:
-          staged: what was waited for; no row of a step in flight may name its slot,
+          staged: what `stage` began; no row of a step in flight may name its slot,
             and no slot in use its pages.
 
         Returns:
@@ -224,12 +224,6 @@ class DevicePools:
         copies = jax.block_until_ready(jax.device_put(pages))
         self._write(StagedAdapter(copies, tables))
         self._show(tables)
-
-
-def _wait(staged: StagedAdapter, adapter: Adapter) -> StagedAdapter:
-    """Wait for a copy; locked pages are others' once nobody has the adapter."""
-    del adapter
-    return jax.block_until_ready(staged)
 
 
 def _write_packed(

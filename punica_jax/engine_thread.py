@@ -238,7 +238,9 @@ class EngineThread:
         for sequence in over:
             self.requests.note_end(sequence)
         self._deliver()
-        return bool(num_commands or over or self.loop.has_flight)
+        # No other row would have to wait for the copy, too.
+        goes_on = self.loop.has_flight or self.residence.hasten()
+        return bool(num_commands or over or goes_on)
 
     def _deliver(self) -> None:
         """Hand over what has come: one call for each event loop, not for each token."""

@@ -9,11 +9,11 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 from punica_jax.adapters import AdapterTable
 from punica_jax.device_tier import DeviceTier
-from punica_jax.placements import AdapterCapacityError, Held, Placement
+from punica_jax.placements import AdapterCapacityError, Held
 from punica_jax.registry import AdapterRegistry
 from punica_jax.tasks import Kind, Tasks
 from punica_jax.versions import Device, HostAdapter, HostCache, Version, examine
@@ -53,8 +53,7 @@ class AdapterResidence(AdapterRegistry):
           device: copies adapters there.
           tasks: what other threads do; they wake whoever is to `poll`.
           host_bytes: most bytes of adapters in host memory, but for one that has just
-            been read and is wanted on the device, and those that are being read, or
-            copied, or whose digests are being computed.
+            been read and is wanted, and those being read, copied or examined.
           num_spare: slots that only a version takes that is to replace another one.
         """
         super().__init__()
@@ -63,12 +62,7 @@ class AdapterResidence(AdapterRegistry):
         self._on_host = HostCache(host_bytes)
         self._placed = DeviceTier(table, self, num_spare)
         self._tasks = tasks
-        self._takes = {
-            "fetch": self._take_read,
-            "read": self._take_read,
-            "stage": self._take_staged,
-            "examine": self._take_examined,
-        }
+        self._takes = {"stage": self._take_staged, "examine": self._take_examined}
         self._renames: list[tuple[Any, Any]] = []
         self._lacking: set[Version] = set()  # that are to stay, and found no room
         self._is_short = False  # whether others' users have that room
@@ -149,7 +143,7 @@ class AdapterResidence(AdapterRegistry):
         for version, kind, task in self._tasks.take():
             error = task.exception()
             if error is None:
-                self._takes[kind](version, task.result())
+                self._takes.get(kind, self._take_read)(version, task.result())
             elif kind != "examine":
                 self._fail(version, error)
             else:
@@ -161,6 +155,13 @@ class AdapterResidence(AdapterRegistry):
             self._on_host.trim(keep=self._tasks.versions | just_read)
         if self._may_bring:
             self._bring_pinned()
+
+    def hasten(self) -> bool:
+        """Let rows use what is being copied, if any is: the next step waits for it."""
+        begun = [one for one in self._tasks.of("stage") if one.staged is not None]
+        for version in begun:
+            self._take_staged(version)
+        return bool(begun)
 
     def give_up(self, error: Callable[[], Exception]) -> None:
         """End all work, and let nobody wait for it; `error` makes each one's own."""
@@ -281,15 +282,15 @@ class AdapterResidence(AdapterRegistry):
             self._placed.remove(one)
             one.stats.num_evictions += 1
         placed = self._placed.add(version, version.host.rank)
-        self._tasks.start(version, "stage", self._begin_copy(version.host, placed))
-        return True
-
-    def _begin_copy(self, host: HostAdapter, placed: Placement) -> Callable[[], Any]:
-        """Return what waits for the copy, or raises why it could not begin."""
         try:
-            return self._device.stage(host, placed.slot, placed.pages)
+            staged = self._device.stage(version.host, placed.slot, placed.pages)
         except Exception as error:
-            return functools.partial(_raise, error)
+            self._tasks.fail(version, "stage", error)
+        else:
+            version.staged = staged
+            wait = functools.partial(self._device.wait, staged)
+            self._tasks.start(version, "stage", wait)
+        return True
 
     def _take_read(self, version: Version, host: HostAdapter) -> None:
         version.stats.num_reads += 1
@@ -303,10 +304,14 @@ class AdapterResidence(AdapterRegistry):
             text = f"adapter {version.name!r} does not fit: {reason}"
             self._fail(version, AdapterCapacityError(text))
 
-    def _take_staged(self, version: Version, staged: Any) -> None:
+    def _take_staged(self, version: Version, _: Any = None) -> None:
+        """Have it written to its pages, if that was not hastened: rows can use it."""
+        if version.staged is None:
+            return
         host, placement = version.host, version.placement
         assert host is not None and placement is not None
-        version.is_finite = self._device.place(staged)
+        version.is_finite = self._device.place(version.staged)
+        version.staged = None
         self._table.publish(placement, host.report)
         version.ready, version.report = True, host.report
         if not version.loaded.done():
@@ -317,12 +322,11 @@ class AdapterResidence(AdapterRegistry):
             version.asked_s = None
         if version.weights[0] != "digest" and version not in self._tasks.of("examine"):
             # Nobody waits for it: pages of other versions can be shared from then on.
-            known = version.examined
-            self._tasks.start(version, "examine", lambda: examine(host, known))
+            work = functools.partial(examine, host, version.examined)
+            self._tasks.start(version, "examine", work)
 
     def _take_examined(self, version: Version, found: tuple[str, Any]) -> None:
-        version.examined = found
-        digest, version.report = found
+        digest, version.report = version.examined = found
         old, version.weights = version.weights, ("digest", digest)
         self._renames.append((old, version.weights))
 
@@ -334,7 +338,7 @@ class AdapterResidence(AdapterRegistry):
             error = ValueError(f"adapter {version.name!r} cannot be loaded: {error}")
         _log.warning("%s", error)  # one that is pinned may be nobody's request
         version.error, version.failed_s = error, time.monotonic()
-        version.asked_s = None
+        version.asked_s = version.staged = None
         if not version.loaded.done():
             version.loaded.set_exception(error)
         version.stats.num_load_failures += 1
@@ -354,7 +358,3 @@ class AdapterResidence(AdapterRegistry):
         if is_retired:
             del self.retired[version]
             version.gone.set_result(None)
-
-
-def _raise(error: Exception) -> NoReturn:
-    raise error

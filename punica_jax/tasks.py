@@ -131,19 +131,27 @@ class Tasks:
     def start(self, version: Version, kind: Kind, work: Callable[[], Any]) -> None:
         """Have a thread do something."""
 
+        try:
+            future = self._executors[kind].submit(work)
+        except RuntimeError as error:  # the interpreter is ending: this load fails
+            self.fail(version, kind, error)
+            return
+        if self._shortens_turns and not self._has_shortened:
+            self._has_shortened = True
+            _short_turns.begin()
+        self._note(version, kind, future)
+
+    def fail(self, version: Version, kind: Kind, error: Exception) -> None:
+        """Take note of work that could not begin, as of one that has failed."""
+        future: Future[Any] = Future()
+        future.set_exception(error)
+        self._note(version, kind, future)
+
+    def _note(self, version: Version, kind: Kind, future: Future[Any]) -> None:
         def note(_: Future[Any]) -> None:
             self._done.append((version, kind))
             self._wake()
 
-        try:
-            future = self._executors[kind].submit(work)
-        except RuntimeError as error:  # the interpreter is ending: this load fails
-            future = Future()
-            future.set_exception(error)
-        else:
-            if self._shortens_turns and not self._has_shortened:
-                self._has_shortened = True
-                _short_turns.begin()
         self._futures[kind][version] = future
         future.add_done_callback(note)
 

@@ -34,19 +34,19 @@ class HostAdapter(Protocol):
 class Device(Protocol):
     """What copies adapters to the device: `DevicePools`."""
 
-    def stage(
-        self, adapter: Any, slot: int, pages: Mapping[str, Sequence[int]]
-    ) -> Callable[[], Any]:
-        """Begin to copy an adapter to the device, for a slot and pages.
+    def stage(self, adapter: Any, slot: int, pages: Mapping[str, Sequence[int]]) -> Any:
+        """Begin to copy an adapter, which stays as it is, for a slot and pages."""
+        ...
 
-        Returns what waits for it, in any thread.
-        """
+    def wait(self, staged: Any) -> object:
+        """Wait for a copy, in any thread."""
         ...
 
     def place(self, staged: Any) -> Callable[[], bool]:
-        """Write what was staged to its pages, and point its slot at them.
+        """Write what is staged to its pages, and point its slot at them.
 
-        Does not wait. Returns what waits, and tells whether all values are finite.
+        Does not wait, not for the copy either. Returns what waits, and tells whether
+        all values are finite.
         """
         ...
 
@@ -68,6 +68,7 @@ class Version:
       num_pages: module group -> rank pages, and nbytes: bytes on the host; as they were
         when it was read last.
       placement: its slot and pages, while it has them.
+      staged: what is being copied there, until it is written to its pages.
       ready: whether rows can use it.
       lacks_room: whether room is what it waited for when it was wanted last.
       is_replaced: whether its name stands for others by now, or for none.
@@ -103,6 +104,7 @@ class Version:
         self.num_pages: Mapping[str, int] = {}
         self.nbytes: int | None = None
         self.placement: Placement | None = None
+        self.staged: Any = None
         self.ready = False
         self.lacks_room = False
         self.is_replaced = False

@@ -750,20 +750,21 @@ def test_what_was_replaced_while_it_left_is_forgotten(engine, root, monkeypatch)
 def hold_copies(engine, monkeypatch):
     """Let copies to the device wait; returns what tells of one, and lets them go."""
     begun, go = threading.Event(), threading.Event()
-    stage = engine._residence._device.stage
+    wait = engine._residence._device.wait
 
-    def slow(*args):
-        wait = stage(*args)
+    def wait_long(staged):
+        begun.set()
+        assert go.wait(20)
+        wait(staged)
 
-        def wait_long():
-            begun.set()
-            assert go.wait(20)
-            return wait()
-
-        return wait_long
-
-    monkeypatch.setattr(engine._residence._device, "stage", slow)
+    monkeypatch.setattr(engine._residence._device, "wait", wait_long)
     return begun, go
+
+
+@pytest.fixture
+def unhastened(engine, monkeypatch):
+    """Copies are waited for as they are beside a step."""
+    monkeypatch.setattr(engine._residence, "hasten", lambda: False)
 
 
 def test_copies_begin_between_steps(engine, root, monkeypatch):
@@ -779,7 +780,36 @@ def test_copies_begin_between_steps(engine, root, monkeypatch):
     assert threads == ["punica-jax-engine"]
 
 
-def test_loading_may_be_left_while_it_is_copied(engine, root, monkeypatch):
+def test_an_idle_engine_does_not_wait_for_a_copy(engine, root, alone, monkeypatch):
+    begun, go = hold_copies(engine, monkeypatch)
+    engine.register_adapter("slow", root / "adapters" / "b")
+    hasten, flights = engine._residence.hasten, []
+
+    def noted():
+        flights.append(engine._thread.loop.has_flight)
+        return hasten()
+
+    monkeypatch.setattr(engine._residence, "hasten", noted)
+
+    async def main():
+        running = engine.generate("hello", "a", LONG)
+        await anext(running)
+        late = asyncio.create_task(
+            completions(engine.generate("hello", "slow", GREEDY))
+        )
+        assert await asyncio.to_thread(begun.wait, 20)
+        assert len(await completions(running, is_whole=False)) == 1
+        # Now there is no step that its copy would hold up.
+        assert (await late)[0].token_ids == alone("hello", "b")[0].token_ids
+
+    try:
+        run(main())
+    finally:
+        go.set()
+    assert flights and not any(flights)
+
+
+def test_loading_may_be_left_while_it_is_copied(engine, root, unhastened, monkeypatch):
     begun, go = hold_copies(engine, monkeypatch)
 
     async def main():
@@ -849,7 +879,9 @@ def test_pinning_what_is_being_forgotten(engine, root, alone):
     assert ask(engine, "hello", "a", GREEDY) == alone("hello", "a")
 
 
-def test_others_go_on_while_an_adapter_is_copied(engine, root, alone, monkeypatch):
+def test_others_go_on_while_an_adapter_is_copied(
+    engine, root, alone, unhastened, monkeypatch
+):
     ask(engine, "hello", "a", GREEDY)
     begun, go = hold_copies(engine, monkeypatch)
     engine.register_adapter("slow", root / "adapters" / "b")
@@ -869,7 +901,9 @@ def test_others_go_on_while_an_adapter_is_copied(engine, root, alone, monkeypatc
     assert run(main())[0].token_ids == alone("hello", "b")[0].token_ids
 
 
-def test_a_deadline_passes_while_an_adapter_is_copied(engine, root, monkeypatch):
+def test_a_deadline_passes_while_an_adapter_is_copied(
+    engine, root, unhastened, monkeypatch
+):
     _, go = hold_copies(engine, monkeypatch)
     engine.register_adapter("slow", root / "adapters" / "b")
     try:

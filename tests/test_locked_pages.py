@@ -125,7 +125,7 @@ def test_placing_from_it_is_the_same_and_compiles_nothing(compiles, always):
     use(both[0].pools)
     with compiles:
         for device, adapter in zip(both, adapters, strict=True):
-            assert device.place(device.stage(adapter, 2, pages)())()
+            assert device.place(device.stage(adapter, 2, pages))()
         # A program that takes the pools must not take them for others.
         use(both[0].pools)
     assert compiles.count == 0
@@ -139,7 +139,7 @@ def test_those_of_a_few_groups_have_pages_of_these(always):
     adapter = adapter_of(empty=device.lock(np.inf), modules=("self_attn.q_proj",))
     assert adapter.is_locked
     pages = {group: range(adapter.num_pages(group)) for group in MODULE_GROUPS}
-    assert device.place(device.stage(adapter, 0, pages)())()
+    assert device.place(device.stage(adapter, 0, pages))()
     assert jnp.any(device.pools.qkv.a) and not jnp.any(device.pools.o.a)
 
 

@@ -399,7 +399,7 @@ def test_placing_is_writing_and_showing_and_compiles_nothing(tmp_path, compiles)
     compiles.clear()
     assert written.write(adapter, pages)
     written.show(2, adapter, pages)
-    assert placed.place(placed.stage(adapter, 2, pages)())()
+    assert placed.place(placed.stage(adapter, 2, pages))()
     placed.clear_slot(0)
     assert compiles == []
     both = jax.tree.leaves(written.pools), jax.tree.leaves(placed.pools)
@@ -444,7 +444,7 @@ def test_one_bad_page_of_many_is_told_of(tmp_path, module, row):
     adapter = make_adapter(tmp_path, factors)
     device, pages = DevicePools(make_pools()), dict.fromkeys(MODULE_GROUPS, (4, 1))
     assert not device.write(adapter, pages)
-    assert not device.place(device.stage(adapter, 1, pages)())()
+    assert not device.place(device.stage(adapter, 1, pages))()
 
 
 def test_bad_values_may_be_allowed(tmp_path):

@@ -56,7 +56,7 @@ def test_the_plan_is_what_is_taken(served_by, num_staged, checkpoint, request):
     largest = read_adapter(checkpoint / "c", CONFIG, dtype="float32")
     assert largest.rank == plan.sizes.max_rank
     pages = {group: range(largest.num_pages(group)) for group in MODULE_GROUPS}
-    staged = runner.adapters.stage(largest, 0, pages)()
+    staged = runner.adapters.stage(largest, 0, pages)
     assert plan.staging_bytes == num_staged * nbytes(staged.pages)
 
 

@@ -96,17 +96,15 @@ class FakeDevice:
 
     def stage(
         self, adapter: FakeHost, slot: int, pages: Mapping[str, Sequence[int]]
-    ) -> Callable[[], Any]:
+    ) -> Any:
         if self.full:
             raise self.full.pop()
         assert {group: len(own) for group, own in pages.items()} == adapter.pages
+        return slot, adapter
 
-        def wait() -> Any:
-            if self.broken:
-                raise self.broken.pop()
-            return slot, adapter
-
-        return wait
+    def wait(self, staged: Any) -> None:
+        if self.broken:
+            raise self.broken.pop()
 
     def place(self, staged: Any) -> Callable[[], bool]:
         slot, adapter = staged
@@ -852,6 +850,40 @@ def test_what_cannot_be_copied(place: Setting, when: str):
     assert place.use("x") is version and version.error is None
 
 
+def test_a_copy_may_be_used_before_it_is_through(place: Setting):
+    residence, version = place.residence, place.add("x")
+    residence.claim("x")
+    assert not residence.hasten()  # it is being read
+    place.executor.finish()
+    residence.poll()
+    held = residence.claim("x")
+    assert not version.ready and residence.hasten() and version.ready
+    assert place.device.slots[version.slot].content == "x"
+    assert not residence.hasten()
+    residence.check_integrity()
+    place.settle()
+    assert (version.stats.num_loads, version.num_users) == (1, 1)
+    residence.release(held)
+    assert version.ready
+
+
+def test_one_that_was_used_before_its_copy_failed(place: Setting):
+    residence, version = place.residence, place.add("x")
+    residence.claim("x")
+    place.executor.finish()
+    residence.poll()
+    held = residence.claim("x")
+    residence.hasten()
+    place.device.broken.append(OSError("the device is gone"))
+    place.settle()
+    with pytest.raises(ValueError, match="cannot be loaded: the device is gone"):
+        residence.claim("x")
+    residence.release(held)
+    assert version.tier == "disk" and residence.num_on_device == 0
+    place.wait()
+    assert place.use("x") is version and version.error is None
+
+
 @pytest.mark.parametrize("copy_turns", [0, 3])
 @pytest.mark.parametrize("kind", ["candidate", "pinned"])
 @pytest.mark.parametrize("host_bytes", [20, 1000])
@@ -1325,6 +1357,12 @@ class AnySequence(RuleBasedStateMachine):
     @rule()
     def fill(self):
         self.place.device.full.append(OSError("the device is full"))
+
+    @rule()
+    def hasten(self):
+        was_staged = any(one.staged is not None for one in self.all())
+        assert self.residence.hasten() == was_staged
+        assert all(one.staged is None for one in self.all())
 
     @precondition(lambda self: self.place.executor.waiting)
     @rule(data=st.data(), is_broken=st.integers(0, 9))

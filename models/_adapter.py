@@ -8,12 +8,12 @@ import functools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from blake3 import blake3
 
-from punica_jax.models._adapter_report import AdapterReport, ReportRow, product_norms
+from punica_jax.models._adapter_report import AdapterReport, Row, product_norms
 from punica_jax.models._base_modules import BaseModule
 from punica_jax.models._config import MODULE_GROUPS, LlamaConfig
 from punica_jax.models._peft_binding import Binding
@@ -104,7 +104,7 @@ class Adapter:
             for _ in threads.map(fill, range(len(parts)), parts):
                 pass  # raises what a thread raised
         pages = {group: [page for _, page in own] for group, own in self._pages.items()}
-        every = [part for own in parts for part in own]
+        every = [_measured(part) for own in parts for part in own]
         measure = functools.partial(_measure, pages, every)
         self.report = AdapterReport(self.rank, measure)
 
@@ -252,35 +252,50 @@ def _copy(source: np.ndarray, target: np.ndarray) -> None:
     target[...] = source
 
 
+def _measured(part: _Part) -> tuple[Any, ...]:
+    """Return what `_measure` needs of a part.
+
+    A plain tuple of numbers and names is nothing that Python's garbage collection has
+    to walk through; hundreds of modules of hundreds of adapters would be.
+    """
+    module, (_, _, rank, scale), columns, _, _, is_folded = part
+    place = module.group, module.index, columns.start, columns.stop
+    return module.layer, module.name, rank, scale, is_folded, *place
+
+
 def _measure(
     pages: Mapping[str, Sequence[RankPage]],
-    parts: Sequence[_Part],
-    known: Iterable[ReportRow],
-) -> Iterator[ReportRow]:
+    parts: Sequence[tuple[Any, ...]],
+    known: Iterable[Row],
+) -> Iterator[Row]:
     """Compute what a report says of each module, but for norms that are known.
 
     Of a module in many layers at once: hundreds of small arrays would each take turns
     of Python's lock from the thread that steps.
     """
-    norms = {tuple(labels): norm for *labels, norm in known}
-    products: dict[tuple[str, int], np.ndarray] = {}
-    for module, (_, _, rank, scale), columns, _, _, is_folded in parts:
-        labels = module.layer, module.name, rank, scale
+    norms = {row[:4]: row[4] for row in known}
+    products: dict[tuple[str, int, int, int], np.ndarray] = {}
+    for layer, module, rank, scale, is_folded, *place in parts:
+        labels = layer, module, rank, scale
         if (norm := norms.get(labels)) is None:
-            place = module.group, module.index
+            place = tuple(place)
             if place not in products:
-                products[place] = _product_norms(*place, pages, columns)
-            norm = float(products[place][module.layer])
+                products[place] = _product_norms(pages, *place)
+            norm = float(products[place][layer])
             norm *= 1.0 if is_folded else abs(scale)
-        yield ReportRow(*labels, norm)
+        yield *labels, norm
 
 
 def _product_norms(
-    group: str, index: int, pages: Mapping[str, Sequence[RankPage]], columns: slice
+    pages: Mapping[str, Sequence[RankPage]],
+    group: str,
+    index: int,
+    start: int,
+    end: int,
 ) -> np.ndarray:
     """Return the norm of a module's `B A` in each layer, of the pages as they lie."""
     a_pages = [page.a[:, index] for page in pages[group]]
-    b_pages = [page.b[:, columns] for page in pages[group]]
+    b_pages = [page.b[:, start:end] for page in pages[group]]
     num_values = sum(page[0].size for page in (*a_pages, *b_pages))
     num_layers = max(_MAX_WIDENED // num_values, 1)
     norms = [

@@ -31,7 +31,10 @@ class ReportRow(NamedTuple):
     delta_norm: float
 
 
-Measure: TypeAlias = Callable[[Iterable[ReportRow]], Iterable[ReportRow]]
+# A `ReportRow` as it is kept: Python's garbage collection does not walk through plain
+# tuples of numbers and names.
+Row: TypeAlias = tuple[int, str, int, float, float]
+Measure: TypeAlias = Callable[[Iterable[Row]], Iterable[Row]]
 
 
 class AdapterReport:
@@ -53,10 +56,10 @@ class AdapterReport:
         """
         self.rank = rank
         self._measure: Measure | None = measure
-        self._rows: tuple[ReportRow, ...] = ()
+        self._rows: list[Row] = []
         self._lock = threading.Lock()
 
-    def complete(self, known: Iterable[ReportRow] = ()) -> "AdapterReport":
+    def complete(self, known: Iterable[Row] = ()) -> "AdapterReport":
         """Compute what has not been yet, and let the weights go; return itself.
 
         Args:
@@ -64,13 +67,13 @@ class AdapterReport:
         """
         with self._lock:
             if self._measure is not None:
-                self._rows = tuple(self._measure(known))
+                self._rows = list(self._measure(known))
                 self._measure = None
         return self
 
     @property
     def rows(self) -> tuple[ReportRow, ...]:
-        return self.complete()._rows
+        return tuple(ReportRow(*row) for row in self.complete()._rows)
 
     @property
     def delta_norm(self) -> float:

@@ -1,6 +1,7 @@
 """PEFT directories: what is read from them and what is written to them."""
 
 import dataclasses
+import gc
 import json
 import os
 import re
@@ -24,6 +25,7 @@ from punica_jax.models._safetensors import SafetensorsFileError, open_safetensor
 from tests.adapter_cases import (
     CONFIG,
     GOLDEN_CONFIG,
+    WIDTHS,
     in_pools,
     peft_names,
     q_and_v,
@@ -244,6 +246,23 @@ def test_norms_that_are_known_are_not_computed(tmp_path):
     first, *others = read(tmp_path).report.rows
     known = [first._replace(delta_norm=-1.0), others[0]._replace(rank=39)]
     assert read(tmp_path).report.complete(known).rows == (known[0], *others)
+
+
+def test_modules_are_nothing_that_garbage_collection_walks_through(tmp_path):
+    """With hundreds of adapters in host memory it would hold up steps."""
+    kept = {}
+    for num_layers in (1, 1, 3):  # the first one is the process's first
+        ranks = {(layer, module): 4 for layer in range(num_layers) for module in WIDTHS}
+        save_adapter(tmp_path, CONFIG, random_factors(ranks))
+        gc.collect()
+        before = len(gc.get_objects())
+        adapter = read(tmp_path)
+        adapter.report.complete()
+        gc.collect()
+        kept[num_layers] = len(gc.get_objects()) - before
+        assert len(adapter.report.rows) == len(ranks)
+        del adapter
+    assert kept[3] - kept[1] < 7
 
 
 def test_delta_norm_of_a_product_that_cancels_is_zero(tmp_path):

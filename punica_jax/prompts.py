@@ -184,12 +184,11 @@ def _one_each(name: str, values: Any, kind: type, count: int) -> Sequence[Any]:
     """Return one value for each prompt, where one for all of them was given or None."""
     if values is None or isinstance(values, kind):
         return [values] * count
-    if isinstance(values, Sequence) and len(values) == count:
-        return values
-    got = len(values) if isinstance(values, Sequence) else repr(values)
+    rule = f"{name} must be one for all prompts or one each"
+    if isinstance(values, Sequence) and not isinstance(values, bytes):
+        if len(values) == count:
+            return values
+        raise ValueError(f"{rule}: got {len(values)} for {count} prompts")
     swapped = isinstance(values, SamplingParams)
     hint = "; sampling comes third, or as sampling=" if swapped else ""
-    raise ValueError(
-        f"{name} must be one for all prompts or one each: got {got} for {count} "
-        f"prompts{hint}"
-    )
+    raise ValueError(f"{rule}, a {kind.__name__} or None: got {values!r}{hint}")

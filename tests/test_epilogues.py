@@ -12,6 +12,7 @@ import pytest
 from punica_jax.pallas_kernels import (
     RANK_PAGE,
     Norm,
+    _adapter_row,
     _row_expand,
     _sgmv,
     lora_gated,
@@ -247,6 +248,39 @@ def test_a_row_is_bitwise_the_same_alone(form, implementation):
     together = run(np.arange(ROWS))
     for row in (0, 7, 20):
         np.testing.assert_array_equal(run(np.array([row]))[0], together[row])
+
+
+@pytest.mark.parametrize("implementation", ["pallas_interpret", GPU])
+@pytest.mark.parametrize("form", ["gated", "rotary"])
+def test_a_row_is_bitwise_the_same_in_blocks_of_any_width(
+    form, implementation, monkeypatch
+):
+    width, rows = 256, 5
+    d_outs = (width, width) if form == "gated" else (2 * width, width, width)
+    ranks = [[16] * len(d_outs), [8, 40, 16][: len(d_outs)], [5] * len(d_outs)]
+    case = make_case(rows=rows, ranks=ranks, d_in=40, d_outs=d_outs, dtype="bfloat16")
+    segments = segments_of(case, np.array([0, 1, 2, -1, 1], np.int32), implementation)
+    tables = jax.random.normal(jax.random.key(0), (2, rows, 128), jnp.float32)
+    kv_pages = jnp.zeros((2, rows, width // 128, PAGE_SIZE, 128), jnp.bfloat16)
+    place = jnp.arange(rows, dtype=jnp.int32)
+    most = _row_expand._GATED_BLOCK_N if form == "gated" else _row_expand._BLOCK_N
+    launches = []
+
+    def run(max_programs):
+        monkeypatch.setattr(_row_expand, "_MAX_PROGRAMS", max_programs)
+        launches.append(_row_expand._fitting_block(rows, width, most))
+        operands = jnp.asarray(case.x), no_weight(jnp.asarray(case.y), case.x)
+        options = {"residual": jnp.asarray(case.y), "implementation": implementation}
+        lora = case.pool, segments
+        # Anew: what was traced with other blocks is not this.
+        if form == "gated":
+            return jax.jit(lambda: lora_gated(*operands, lora, **options))()
+        cache = tuple(tables), kv_pages, place, place
+        return jax.jit(lambda: lora_rotary(*operands, *cache, lora, **options))()
+
+    narrow, wide = run(10**9), run(0)
+    assert launches == [64, most]
+    jax.tree.map(np.testing.assert_array_equal, narrow, wide)
 
 
 @pytest.mark.parametrize("implementation", ["pallas_interpret", GPU])
@@ -517,7 +551,7 @@ def test_the_shrink_beside_the_base_is_that_of_its_own_launch(
 
 @pytest.mark.parametrize("implementation", ["pallas_interpret", GPU])
 @pytest.mark.parametrize(
-    ("form", "at_once"), [("linear", 3), ("gated", 1), ("gated", 4), ("gated", 6)]
+    ("form", "at_once"), [("linear", 3), ("gated", 3), ("gated", 4), ("gated", 6)]
 )
 def test_further_pages_come_one_by_one_or_together(
     form, at_once, implementation, monkeypatch
@@ -537,13 +571,13 @@ def test_further_pages_come_one_by_one_or_together(
     def run(held_bytes):
         # None is what users have.
         if held_bytes is not None:
-            monkeypatch.setattr(_row_expand, "_HELD_BYTES", held_bytes)
+            monkeypatch.setattr(_adapter_row, "_HELD_BYTES", held_bytes)
 
         def count(*operands):
             found.append(pages_at_once(*operands))
             return found[-1]
 
-        monkeypatch.setattr(_row_expand, "_pages_at_once", count)
+        monkeypatch.setattr(_adapter_row, "_pages_at_once", count)
         # Anew: what was traced with other sizes is not this.
         return jax.jit(
             lambda x, y, pool, segments: launch(
@@ -555,8 +589,8 @@ def test_further_pages_come_one_by_one_or_together(
             )
         )(x, y, case.pool, segments)
 
-    pages_at_once = _row_expand._pages_at_once
-    actual = run({4: 2**15, 6: 2**30}.get(at_once))
+    pages_at_once = _adapter_row._pages_at_once
+    actual = run({4: 2**14, 6: 2**30}.get(at_once))
     expected = case.expected(slots, weights)
     if form == "gated":
         expected = expected_gated(expected)

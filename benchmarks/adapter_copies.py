@@ -26,6 +26,10 @@ def copies(bench: BenchModel, path: Path, empty: EmptyBuffer) -> dict[str, Any]:
       bench: has the pools.
       path: the adapter's directory.
       empty: makes the host's memory of both.
+
+    Returns:
+      Of the adapter's copy `stage_ms`, and `begin_ms` of the host's to begin it;
+      `place_ms` of the host's to have it written; `copy_ms` of the plain copy.
     """
     adapter = read_adapter(path, bench.config, dtype=bench.dtype, empty=empty)
     pools = bench.runner.adapters
@@ -39,10 +43,11 @@ def copies(bench: BenchModel, path: Path, empty: EmptyBuffer) -> dict[str, Any]:
         "adapter_bytes": adapter.nbytes,
         "is_locked": adapter.is_locked,
         "stage_ms": _best_ms(lambda: pools.wait(pools.stage(adapter, 0, pages))),
+        "begin_ms": _best_ms(lambda: pools.stage(adapter, 0, pages)),
         "copy_ms": _best_ms(
             lambda: jax.block_until_ready(jax.device_put(plain, there))
         ),
-        "place_ms": _best_ms(lambda: pools.place(staged)),  # the host's part
+        "place_ms": _best_ms(lambda: pools.place(staged)),
     }
 
 

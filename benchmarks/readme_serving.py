@@ -157,8 +157,8 @@ def cold(results: Path) -> str:
     title = (
         "Cold adapters, from disk (their pages cached by the system) and from the "
         "host's memory, alone and beside requests that decode: milliseconds from "
-        "asking until a step can use one, median and slowest; the others' median "
-        "decode step, and the slowest during a load over it"
+        "asking until a step with one can begin, its copy through, median and slowest; "
+        "the others' median decode step, and the slowest during a load over it"
     )
     return by_record(title, columns, lines)
 
@@ -170,7 +170,7 @@ def copy(results: Path) -> str:
     def took(num_bytes: int, ms: float) -> str:
         return f"{ms:.2f} ms, {num_bytes / ms * 1e-6:.1f} GB/s"
 
-    columns = ["model", "adapter", "to its place", "plain copy"]
+    columns = ["model", "adapter", "to the device", "begun in, ms", "plain copy"]
     lines = [
         (
             row,
@@ -178,12 +178,16 @@ def copy(results: Path) -> str:
                 row["shape"],
                 f"{row['adapter_bytes'] / 1e6:.1f} MB",
                 took(row["adapter_bytes"], row["stage_ms"]),
+                _number(row.get("begin_ms"), 2),
                 took(row["adapter_bytes"], row["copy_ms"]),
             ],
         )
         for row in sorted(rows, key=lambda row: row["shape"])
     ]
-    title = "An adapter's way from host memory to the device, and as many bytes copied"
+    title = (
+        "An adapter's copy from host memory to the device, what of it the engine's "
+        "thread takes to begin it, and as many bytes copied"
+    )
     return by_record(title, columns, lines)
 
 

@@ -55,7 +55,10 @@ _COLUMNS = {
     ),
     "batch": ("popularity", "rows", "tokens_per_s", *_BATCH_COLUMNS),
     "cold": ("tier", "beside", "ms", "median_ms", "slowest_ms", "slowest_over_median"),
-    "copy": ("adapter_bytes", "is_locked", "stage_ms", "copy_ms", "place_ms"),
+    "copy": (
+        *("adapter_bytes", "is_locked", "stage_ms", "begin_ms"),
+        *("copy_ms", "place_ms"),
+    ),
     "churn": (
         *("law", "method", "tokens_per_s", "num_warm", "warm_p50_ms", "warm_p99_ms"),
         *("num_cold", "cold_p50_ms", "cold_p99_ms"),

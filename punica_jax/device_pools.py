@@ -5,6 +5,7 @@ called, is others' business.
 """
 
 import dataclasses
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -89,7 +90,9 @@ class DevicePools:
         Returns:
           Whether all its values are finite, as the device found them.
         """
-        return bool(self._write(self.stage(adapter, 0, pages)))
+        staged = self.stage(adapter, 0, pages)
+        self.wait(staged)  # a copy that fails must not take the pools with it
+        return bool(self._write(staged))
 
     def show(
         self, slot: int, adapter: Adapter, pages: Mapping[str, Sequence[int]]
@@ -116,15 +119,18 @@ class DevicePools:
         }
         return StagedAdapter(copies, self._tables(slot, adapter, pages))
 
-    def wait(self, staged: StagedAdapter) -> None:
-        """Wait for a copy, in any thread."""
+    def wait(self, staged: StagedAdapter) -> float:
+        """Wait for a copy, in any thread; return `time.monotonic()` of its end."""
         jax.block_until_ready(staged)
+        return time.monotonic()
 
     def place(self, staged: StagedAdapter) -> Callable[[], bool]:
         """Write a staged adapter to its pages, and point its slot at them.
 
         Does not wait, not for the copy either: rows of the next step see it, and the
-        device has that step wait.
+        device has that step wait. A copy that fails only then takes the pools with it,
+        as any error of a launched program would; a device without room refuses it in
+        `stage`.
 
         Args:
           staged: what `stage` began; no row of a step in flight may name its slot,

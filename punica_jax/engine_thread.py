@@ -238,9 +238,10 @@ class EngineThread:
         for sequence in over:
             self.requests.note_end(sequence)
         self._deliver()
-        # No other row would have to wait for the copy, too.
-        goes_on = self.loop.has_flight or self.residence.hasten()
-        return bool(num_commands or over or goes_on)
+        if num_commands or over or self.loop.has_flight:
+            return True
+        # Nobody could sit down: no other row would have to wait for the copy, too.
+        return self.residence.hasten()
 
     def _deliver(self) -> None:
         """Hand over what has come: one call for each event loop, not for each token."""

@@ -1,7 +1,8 @@
 """Which adapters are on disk, in host memory and on the device, and who holds them.
 
 Plain Python: knows names, versions, bytes and users. What reads files and what copies
-to the device is given to it, and runs in other threads: steps go on meanwhile.
+to the device is given to it. Other threads read, and wait for copies that are begun
+here: steps go on meanwhile.
 """
 
 import contextlib
@@ -62,7 +63,8 @@ class AdapterResidence(AdapterRegistry):
         self._on_host = HostCache(host_bytes)
         self._placed = DeviceTier(table, self, num_spare)
         self._tasks = tasks
-        self._takes = {"stage": self._take_staged, "examine": self._take_examined}
+        self._takes: dict[Kind, Any] = dict.fromkeys(("fetch", "read"), self._take_read)
+        self._takes |= {"stage": self._take_copied, "examine": self._take_examined}
         self._renames: list[tuple[Any, Any]] = []
         self._lacking: set[Version] = set()  # that are to stay, and found no room
         self._is_short = False  # whether others' users have that room
@@ -143,13 +145,12 @@ class AdapterResidence(AdapterRegistry):
         for version, kind, task in self._tasks.take():
             error = task.exception()
             if error is None:
-                self._takes.get(kind, self._take_read)(version, task.result())
+                self._takes[kind](version, task.result())
             elif kind != "examine":
                 self._fail(version, error)
             else:
-                _log.warning(
-                    "%s has no digest, so no shared pages: %r", version.key, error
-                )
+                text = "%s has no digest, so no shared pages: %r"
+                _log.warning(text, version.key, error)
             self._settle(version)
             just_read = {version} if kind in ("fetch", "read") else set()
             self._on_host.trim(keep=self._tasks.versions | just_read)
@@ -157,11 +158,11 @@ class AdapterResidence(AdapterRegistry):
             self._bring_pinned()
 
     def hasten(self) -> bool:
-        """Let rows use what is being copied, if any is: the next step waits for it."""
-        begun = [one for one in self._tasks.of("stage") if one.staged is not None]
-        for version in begun:
-            self._take_staged(version)
-        return bool(begun)
+        """Let rows use what is being copied for them: the next step waits for it."""
+        copying = [one for one in self._tasks.of("stage") if one.staged is not None]
+        for version in (wanted := [one for one in copying if one.num_users]):
+            self._write(version)
+        return bool(wanted)
 
     def give_up(self, error: Callable[[], Exception]) -> None:
         """End all work, and let nobody wait for it; `error` makes each one's own."""
@@ -180,20 +181,18 @@ class AdapterResidence(AdapterRegistry):
         """Assert that what is where and who holds what fit together."""
         self._table.check_integrity()
         versions = {*self._current.values(), *self.retired, *self.candidates}
-        assert not self.retired.keys() & set(self._current.values())
         in_work = self._tasks.versions
         assert {*self._on_host, *self._placed, *in_work, *self.pinned} <= versions
-        assert not self.retired.keys() & self.pinned.keys()
-        for version in in_work:
-            assert (version.host is None) == self._tasks.is_read(version), version.key
+        assert self.retired.keys().isdisjoint({*self._current.values(), *self.pinned})
+        assert all((one.host is None) == self._tasks.is_read(one) for one in in_work)
         num_kept = sum(one not in in_work for one in self._on_host)
         assert self._on_host.nbytes <= self._on_host.budget or num_kept <= 1
         for version in versions:
+            assert version.staged is None or version in self._tasks.of("stage")
             assert (version.placement is not None) == (version in self._placed)
             assert (version.host is not None) == (version in self._on_host)
             assert version in self._placed or not (version.num_users or version.ready)
-        for version in self.retired:
-            assert version.num_users or version in in_work, version.key
+        assert all(one.num_users or one in in_work for one in self.retired)
         assert {one.key for one in self._placed if one.ready} == set(self._table)
 
     def _bring_pinned(self) -> None:
@@ -304,22 +303,23 @@ class AdapterResidence(AdapterRegistry):
             text = f"adapter {version.name!r} does not fit: {reason}"
             self._fail(version, AdapterCapacityError(text))
 
-    def _take_staged(self, version: Version, _: Any = None) -> None:
-        """Have it written to its pages, if that was not hastened: rows can use it."""
-        if version.staged is None:
-            return
+    def _take_copied(self, version: Version, through_s: float) -> None:
+        """Have it written to its pages, if that was not hastened."""
+        if version.staged is not None:
+            self._write(version)
+            through_s = time.monotonic()
+        version.note_copied(through_s)
+
+    def _write(self, version: Version) -> None:
+        """Have what is staged written to its pages: rows can use it."""
         host, placement = version.host, version.placement
-        assert host is not None and placement is not None
-        version.is_finite = self._device.place(version.staged)
-        version.staged = None
+        assert host and placement
+        version.is_finite, version.staged = self._device.place(version.staged), None
         self._table.publish(placement, host.report)
         version.ready, version.report = True, host.report
         if not version.loaded.done():
             version.loaded.set_result(None)
         version.stats.num_loads += 1
-        if version.asked_s is not None:
-            version.stats.load_s.add(time.monotonic() - version.asked_s)
-            version.asked_s = None
         if version.weights[0] != "digest" and version not in self._tasks.of("examine"):
             # Nobody waits for it: pages of other versions can be shared from then on.
             work = functools.partial(examine, host, version.examined)

@@ -72,14 +72,15 @@ class AdapterStats:
       num_exported: those that went on elsewhere.
       num_prompt_tokens: of those that have ended.
       num_new_tokens: the same.
-      queue_s: from arrival to the first seat.
+      queue_s: from arrival to the first seat; an idle engine gives one while the
+        adapter's copy is under way, and the device has the step wait.
       first_token_s: from arrival to the first token.
       token_s: mean time between the tokens of a request, after its first.
       num_reads: times that it was read into host memory.
       num_loads: times that it came to the device.
       num_evictions: times that it left the device for others.
       num_load_failures: times that it could not be read or copied, or was not finite.
-      load_s: from when it was wanted until rows could use it.
+      load_s: from when it was wanted until it was copied and rows could use it.
     """
 
     num_requests: int = 0

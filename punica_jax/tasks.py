@@ -1,4 +1,4 @@
-"""What other threads do for adapters: fetch, read, copy to the device, examine.
+"""What other threads do for adapters: fetch, read, wait for copies, examine.
 
 Plain Python: knows that there is work for a version; what it is, and what follows from
 it, is `residence`.
@@ -70,7 +70,7 @@ class Tasks:
         Args:
           reader: runs what takes time, in other threads.
           fetcher: reads what a network may have to bring, which must not hold up files.
-          copier: runs the copies to the device, where files must not hold them up.
+          copier: waits for copies to the device, which files must not hold up.
           examiner: computes digests and reports, which must not hold up files.
           wake: called, in any thread, when there is something to take.
           shortens_turns: all of the process's threads take short turns, from the first

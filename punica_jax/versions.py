@@ -38,8 +38,8 @@ class Device(Protocol):
         """Begin to copy an adapter, which stays as it is, for a slot and pages."""
         ...
 
-    def wait(self, staged: Any) -> object:
-        """Wait for a copy, in any thread."""
+    def wait(self, staged: Any) -> float:
+        """Wait for a copy, in any thread; return `time.monotonic()` of its end."""
         ...
 
     def place(self, staged: Any) -> Callable[[], bool]:
@@ -117,13 +117,19 @@ class Version:
         for future in (self.loaded, self.gone):
             future.set_running_or_notify_cancel()  # who awaits them may leave
         self.error: Exception | None = None
-        self.asked_s: float | None = None  # since when it is wanted and not ready
+        self.asked_s: float | None = None  # since when it is wanted and not copied
         self.is_finite: Callable[[], bool] | None = None  # None once that was looked at
 
     @property
     def slot(self) -> int:
         assert self.placement is not None, self.key
         return self.placement.slot
+
+    def note_copied(self, end_s: float) -> None:
+        """Take note of when it was on the device, if somebody wanted it."""
+        if self.asked_s is not None:
+            self.stats.load_s.add(end_s - self.asked_s)
+            self.asked_s = None
 
     def verify(self) -> Exception | None:
         """Return what is wrong with it; a step that used it must be through."""
@@ -149,7 +155,7 @@ class Version:
 
     @property
     def tier(self) -> Tier:
-        """The nearest place to the device where it is, whole."""
+        """The nearest place to the device where rows or copies can have it."""
         if self.ready:
             return "device"
         return "disk" if self.host is None else "host"

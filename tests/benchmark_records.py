@@ -162,7 +162,7 @@ def serving_records():
             for tier, ms in (("disk", 20.0), ("host", 2.5))
         ),
         {"benchmark": "copy", "adapter_bytes": 80 * 10**6, "stage_ms": 4.0}
-        | {"copy_ms": 2.0},
+        | {"begin_ms": 0.5, "copy_ms": 2.0},
         {"benchmark": "churn", "law": "zipf", "method": "loaded", **churn, **some},
         {"benchmark": "churn", "law": "zipf", "method": "all_there", **churn, **none},
         {"benchmark": "goal", "goal": "distinct: device busy", "wanted": ">= 0.95"}

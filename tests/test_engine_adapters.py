@@ -755,7 +755,7 @@ def hold_copies(engine, monkeypatch):
     def wait_long(staged):
         begun.set()
         assert go.wait(20)
-        wait(staged)
+        return wait(staged)
 
     monkeypatch.setattr(engine._residence._device, "wait", wait_long)
     return begun, go
@@ -807,6 +807,35 @@ def test_an_idle_engine_does_not_wait_for_a_copy(engine, root, alone, monkeypatc
     finally:
         go.set()
     assert flights and not any(flights)
+
+
+def test_no_step_waits_for_a_copy_that_some_rows_could_do_without(
+    engine, root, monkeypatch
+):
+    begun, go = hold_copies(engine, monkeypatch)
+    engine.register_adapter("slow", root / "adapters" / "b")
+    residence, loop = engine._residence, engine._thread.loop
+    hasten, left = residence.hasten, []
+
+    def noted():
+        is_hastened = hasten()
+        if is_hastened:
+            left.append(sum(one.adapter == "a" for one in loop.scheduler._policy))
+        return is_hastened
+
+    async def main():
+        # Those that sit end together, and four others could sit down then.
+        names = ["a"] * 4 + ["slow"] + ["a"] * 12
+        asked = [engine.generate("hello", name, GREEDY) for name in names]
+        await asyncio.gather(*map(completions, asked))
+
+    run(completions(engine.generate("hello", "a", GREEDY)))
+    monkeypatch.setattr(residence, "hasten", noted)
+    try:
+        run(main())
+    finally:
+        go.set()
+    assert begun.is_set() and left == [0]
 
 
 def test_loading_may_be_left_while_it_is_copied(engine, root, unhastened, monkeypatch):

@@ -66,8 +66,8 @@ def test_cold_adapters_and_copies(results):
         "| 7B | host | 31 | 2.5 | 5.0 | 8.00 | 1.25 |",
     ]
     assert lines_of(readme_serving.copy(results)) == [
-        "| model | adapter | to its place | plain copy |",
-        "| 7B | 80.0 MB | 4.00 ms, 20.0 GB/s | 2.00 ms, 40.0 GB/s |",
+        "| model | adapter | to the device | begun in, ms | plain copy |",
+        "| 7B | 80.0 MB | 4.00 ms, 20.0 GB/s | 0.50 | 2.00 ms, 40.0 GB/s |",
     ]
 
 

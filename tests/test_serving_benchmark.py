@@ -221,7 +221,7 @@ def test_batch_cold_and_churn(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(device_pools, "locked_bytes", lambda *_: 1 << 20)
     records = run(tmp_path, monkeypatch, words)
     [copy] = of(records, "copy")
-    for name in ("stage_ms", "copy_ms", "place_ms"):
+    for name in ("stage_ms", "begin_ms", "copy_ms", "place_ms"):
         assert copy[name] > 0
     assert copy["is_locked"]
     for record in of(records, "batch"):

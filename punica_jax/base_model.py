@@ -56,6 +56,8 @@ class BaseModel:
           ValueError: a name, a size or a file breaks a rule, or all of it does not fit
             the device.
         """
+        if not isinstance(config, EngineConfig):
+            raise ValueError(f"config must be an EngineConfig, got {config!r}")
         self._model = model
         self._implementation = resolve(config.implementation)
         self._progress = config.progress

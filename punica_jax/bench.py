@@ -121,7 +121,8 @@ def main(
       console: where to print; standard output by default.
 
     Raises:
-      ValueError: the shape is unknown, or there are no rows.
+      ValueError: the shape is unknown, or there are no rows, or too many for the
+        device.
     """
     if shape_name not in SHAPES:
         raise ValueError(
@@ -129,7 +130,16 @@ def main(
         )
     if rows < 1:
         raise ValueError(f"--rows must be at least 1, got {rows}")
-    console = console or Console()
+    try:
+        _bench(shape_name, rows, console or Console())
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        text = f"--rows must fit the device, with an adapter for each, got {rows}"
+        raise ValueError(f"{text}: {str(error).splitlines()[0]}") from error
+
+
+def _bench(shape_name: str, rows: int, console: Console) -> None:
     on_cpu = jax.default_backend() == "cpu"
     # XLA's CPU products of bfloat16 are conversions and products of float32.
     dtype = jnp.float32 if on_cpu else jnp.bfloat16

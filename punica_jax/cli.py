@@ -87,7 +87,9 @@ def bench(
 def generate(
     model: Annotated[
         str,
-        typer.Argument(help="A Hugging Face directory or hub id, ORG/NAME[@REVISION]."),
+        typer.Argument(
+            help="A Hugging Face directory or hub id, ORG/NAME or ORG/NAME@REVISION."
+        ),
     ],
     prompts: Annotated[list[str], typer.Argument(help="One request each.")],
     adapter: Annotated[

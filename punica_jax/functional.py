@@ -29,7 +29,7 @@ def lora(
     instead.
 
     Args:
-      y: base output; d_out a multiple of 8.
+      y: base output; at least one row, d_out a multiple of 8.
       x: input, same float32, bfloat16 or float16 as the others; d_in a multiple of 8.
       a: A of each adapter, as PEFT stores it.
       b: B of each adapter, times its scale (alpha / rank).

@@ -124,13 +124,16 @@ class StepLoop:
 
     def reset(self) -> None:
         """Forget all sequences and prefixes, wherever a step was interrupted."""
+        policy = self._policy()
+        if not isinstance(policy, Policy):
+            raise ValueError(f"policy must make a Policy, got {policy!r}")
         self.pages = KvPages(self._sizes.num_kv_pages, self._sizes.page_size)
         self.scheduler = Scheduler(
             self.pages,
             self._adapters,
             max_seats=self._sizes.max_seats,
             max_rows=self._buckets.max_rows,
-            policy=self._policy(),
+            policy=policy,
         )
         self._flight: _Flight | None = None
         self._ending: list[SequenceState] = []

@@ -7,11 +7,12 @@ import bisect
 import math
 import operator
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from punica_jax.sequence import SequenceState
 
 
+@runtime_checkable
 class Policy(Protocol):
     """A queue of those that wait.
 
@@ -147,7 +148,16 @@ class FairShare:
     max_prompt_rows = math.inf
 
     def __init__(self, weights: Mapping[str, float] | None = None):
-        """Begin; `weights` gives tenants more than the 1 that all others have."""
+        """Begin with nobody.
+
+        Args:
+          weights: gives tenants more than the 1 that all others have.
+
+        Raises:
+          ValueError: it is no mapping, or a weight is not above 0.
+        """
+        if not isinstance(weights, Mapping | None):
+            raise ValueError(f"weights must be a mapping of tenants, got {weights!r}")
         self._weights = {
             tenant: _positive(f"the weight of tenant {tenant!r}", weight)
             for tenant, weight in (weights or {}).items()

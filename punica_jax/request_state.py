@@ -137,7 +137,7 @@ class RequestState:
                     for sample in fields["samples"]
                 ),
             )
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
             raise ValueError(f"this is no RequestState: {error!r}") from error
 
 

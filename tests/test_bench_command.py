@@ -5,6 +5,7 @@ import io
 import itertools
 from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import pytest
 from rich.console import Console
@@ -75,3 +76,16 @@ def test_command_line(monkeypatch):
     result = CliRunner().invoke(cli.app, ["bench", "--rows", "0"])
     assert result.exit_code == 2
     assert result.stderr == "error: --rows must be at least 1, got 0\n"
+
+
+def test_more_rows_than_the_device_holds(monkeypatch):
+    def full(*_):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory\nwhere")
+
+    monkeypatch.setattr(bench, "_bench", full)
+    with pytest.raises(ValueError) as found:
+        bench.main(rows=10**5)
+    assert str(found.value) == (
+        "--rows must fit the device, with an adapter for each, got 100000: "
+        "RESOURCE_EXHAUSTED: Out of memory"
+    )

@@ -1039,6 +1039,14 @@ def test_bad_configs(root, fields, message):
         pj.Engine(root / "model", config=pj.EngineConfig(**CONFIG | fields))
 
 
+def test_what_is_no_config_or_policy(root):
+    with pytest.raises(ValueError, match="config must be an EngineConfig, got"):
+        pj.Engine(root / "model", config={"max_seats": 2})
+    config = pj.EngineConfig(**CONFIG, policy=lambda: 5)
+    with pytest.raises(ValueError, match="policy must make a Policy, got 5"):
+        pj.Engine(root / "model", config=config)
+
+
 def test_bad_places(root):
     config = pj.EngineConfig(**CONFIG)
     with pytest.raises(ValueError, match="adapters_dir must be a directory, got"):

@@ -390,6 +390,10 @@ class TestFairShare:
         ):
             FairShare({"x": value})
 
+    def test_weights_are_of_tenants(self):
+        with pytest.raises(ValueError, match="weights must be a mapping of tenants"):
+            FairShare(["x"])
+
 
 def test_a_tenant_that_waits_for_its_adapter_keeps_its_claim_to_a_share():
     adapters = FakeAdapters("a", 1, load_steps=25)

@@ -141,6 +141,7 @@ def without(name, **deeper):
     [
         ("", "Expecting value"),
         ("null", "this is no RequestState"),
+        ("hello", "this is no RequestState: JSONDecodeError"),
         ("[]", "this is no RequestState"),
         ("3", "this is no RequestState"),
         ("{}", "this is no RequestState: KeyError"),

@@ -22,6 +22,7 @@ from punica_jax.pallas_kernels._kv_tile import (
     padded,
     store_rows,
 )
+from punica_jax.pallas_kernels._launch import pallas_call
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +110,7 @@ def decode_attention(
     out_shape = jax.ShapeDtypeStruct(q.shape, q.dtype)
     stats = jax.ShapeDtypeStruct((slots * splits, heads), jnp.float32)
     sums = jax.ShapeDtypeStruct((slots * splits, heads, head_dim), jnp.float32)
-    partial = pl.pallas_call(
+    partial = pallas_call(
         functools.partial(_decode_kernel, scale=scale, config=config),
         out_shape=out_shape if splits == 1 else (sums, stats, stats),
         grid=(slots, kv_heads, splits),
@@ -121,7 +122,7 @@ def decode_attention(
     )(q, kv_pages, page_table, bounds, kv_lens)
     if splits == 1:
         return partial
-    return pl.pallas_call(
+    return pallas_call(
         functools.partial(_combine_kernel, splits=splits),
         out_shape=out_shape,
         grid=(slots, heads),

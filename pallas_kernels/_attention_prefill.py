@@ -25,6 +25,7 @@ from punica_jax.pallas_kernels._kv_tile import (
     padded,
     store_rows,
 )
+from punica_jax.pallas_kernels._launch import pallas_call
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +97,7 @@ def prefill_attention(
             max_query_len=max_query_len,
         )
     tiles = _tile_table(bounds, kv_lens, rows=rows, block_rows=config.block_rows)
-    return pl.pallas_call(
+    return pallas_call(
         functools.partial(_prefill_kernel, scale=scale, config=config),
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
         grid=(tiles.shape[0], kv_heads),

@@ -52,7 +52,7 @@ def paged_attention(
             q_rows, kv_pages, page_table, kv_lens, kv_lens - 1
         )
         # A sequence without a row is given one that does not exist.
-        row = jnp.where(bounds[1:] > bounds[:-1], bounds[:-1], rows + jnp.arange(seqs))
+        row = jnp.where(bounds[1:] > bounds[:-1], bounds[:-1], rows + _range(seqs))
         return jnp.zeros_like(q).at[row].set(out[:, 0], mode="drop")
 
     block_rows = min(_BLOCK_ROWS, max_query_len)
@@ -60,7 +60,7 @@ def paged_attention(
 
     def attend_tile(tile):
         seq, first = tile
-        q_rows = q.at[first + jnp.arange(block_rows)].get(mode="clip")
+        q_rows = q.at[first + _range(block_rows)].get(mode="clip")
         position = kv_lens[seq] - bounds[seq + 1] + first
         return jax.lax.cond(
             seq < 0,
@@ -69,10 +69,14 @@ def paged_attention(
         )
 
     out = jax.lax.map(attend_tile, (tile_seq, tile_first))
-    row = tile_first[:, None] + jnp.arange(block_rows)[None, :]
+    row = tile_first[:, None] + _range(block_rows)[None, :]
     live = (tile_seq[:, None] >= 0) & (row < bounds[tile_seq + 1][:, None])
-    row = jnp.where(live, row, rows + jnp.arange(row.size).reshape(row.shape))
+    row = jnp.where(live, row, rows + _range(row.size).reshape(row.shape))
     return jnp.zeros_like(q).at[row].set(out, mode="drop")
+
+
+def _range(size: int) -> Array:
+    return jnp.arange(size, dtype=jnp.int32)
 
 
 def max_query_tiles(rows: int, seqs: int, block_rows: int) -> int:

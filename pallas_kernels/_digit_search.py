@@ -26,6 +26,7 @@ from punica_jax.pallas_kernels._digit_buckets import (
     weighing_of,
     weights_in,
 )
+from punica_jax.pallas_kernels._launch import pallas_call
 from punica_jax.pallas_kernels._page_tiles import load, mask_of
 
 # Above it, counts are no longer exact in float32.
@@ -132,7 +133,7 @@ def largest_reaching(
     ):
         # From the third on, launches of the same widths are the same program to the
         # compiler: the shift is data.
-        state = pl.pallas_call(
+        state = pallas_call(
             functools.partial(
                 _digit_kernel,
                 num_options=len(options),
@@ -152,7 +153,7 @@ def largest_reaching(
             interpret=interpret,
             name=f"{name}_digit",
         )(np.full((1,), shift, np.int32), values, goal, *options, *state)
-    return pl.pallas_call(
+    return pallas_call(
         _limit_kernel,
         out_shape=found,
         grid=(rows,),

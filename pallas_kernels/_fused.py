@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from punica_jax.pallas_kernels import _sgmv
+from punica_jax.pallas_kernels._launch import pallas_call
 from punica_jax.pallas_kernels._page_tiles import (
     AdapterPages,
     load,
@@ -209,7 +210,7 @@ def gated_expand(
     rows, width = y.shape[0], y.shape[1] // 2
     block_rows, num_tiles, operands = _tiles(shrunk, rows)
     config = config or fused_config(width, y.dtype)
-    return pl.pallas_call(
+    return pallas_call(
         functools.partial(_gated_kernel, block_rows=block_rows, config=config),
         out_shape=jax.ShapeDtypeStruct((rows, width), y.dtype),
         grid=(num_tiles, pl.cdiv(width, config.block_n)),
@@ -266,7 +267,7 @@ def rotary_expand(
     heads = y.shape[1] // head_dim - 2 * kv_heads
     block_rows, num_tiles, operands = _tiles(shrunk, rows)
     q = jax.ShapeDtypeStruct((rows, heads, head_dim), y.dtype)
-    return pl.pallas_call(
+    return pallas_call(
         functools.partial(_rotary_kernel, block_rows=block_rows),
         out_shape=(q, jax.ShapeDtypeStruct(kv_pages.shape, kv_pages.dtype)),
         grid=(num_tiles, heads + 2 * kv_heads),

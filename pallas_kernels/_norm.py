@@ -19,6 +19,7 @@ from jaxtyping import Float
 
 from punica_jax.pallas_kernels import reference
 from punica_jax.pallas_kernels._dispatch import resolve
+from punica_jax.pallas_kernels._launch import pallas_call
 from punica_jax.pallas_kernels._operands import require
 from punica_jax.pallas_kernels._page_tiles import load, mask_of
 
@@ -150,7 +151,7 @@ def _norm(implementation, eps, x, weight):
         return reference.rms_norm(x, weight, eps)
     rows, width = x.shape
     block = max(16, pl.next_power_of_2(width))
-    return pl.pallas_call(
+    return pallas_call(
         functools.partial(_norm_kernel, eps=eps, block=block),
         out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
         grid=(rows,),

@@ -297,7 +297,7 @@ def _used_ranks(pool: LoraPool, segments: Segments) -> Array:
     slots = segments.slots.reshape(-1)
     counts = pool.layer_num_pages[jnp.maximum(slots, 0)]
     counts = jnp.where((slots >= 0)[:, None], counts, 0)
-    rank = jnp.arange(pool.max_rank)[None, None, :]
+    rank = jnp.arange(pool.max_rank, dtype=jnp.int32)[None, None, :]
     return (rank < RANK_PAGE * counts[:, :, None]).reshape(slots.size, -1)
 
 

@@ -159,7 +159,7 @@ def pack_adapters(
     pad = pages * RANK_PAGE - rank
     if ranks is not None:
         # Selected, not multiplied: what lies past a slot's rank may be NaN.
-        used = jnp.arange(rank)[None, :] < ranks[:, None]
+        used = jnp.arange(rank, dtype=ranks.dtype)[None, :] < ranks[:, None]
         a = jnp.where(used[:, :, None], a, jnp.zeros_like(a))
         b = jnp.where(used[:, None, :], b, jnp.zeros_like(b))
     a = jnp.pad(a, ((0, 0), (0, pad), (0, 0)))

@@ -19,6 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from punica_jax.pallas_kernels._dispatch import shared_bytes
+from punica_jax.pallas_kernels._launch import pallas_call
 from punica_jax.pallas_kernels._norm import NormedRows, row_scales
 from punica_jax.pallas_kernels._page_tiles import (
     AdapterPages,
@@ -92,7 +93,7 @@ def project(
         shape = (shrinks.config.num_groups, rows, pool.num_modules * pool.max_rank)
         shapes.append(jax.ShapeDtypeStruct(shape, jnp.float32))
     num_programs = 0 if shrinks is None else shrinks.num_programs
-    out = pl.pallas_call(
+    out = pallas_call(
         functools.partial(
             _project_kernel,
             option_names=tuple(options),

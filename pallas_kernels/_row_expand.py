@@ -21,6 +21,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from punica_jax.pallas_kernels._adapter_row import AdapterRow, columns_of
 from punica_jax.pallas_kernels._fused import Shrunk
+from punica_jax.pallas_kernels._launch import pallas_call
 from punica_jax.pallas_kernels._norm import Norm, NormedRows
 from punica_jax.pallas_kernels._page_tiles import (
     load,
@@ -65,7 +66,7 @@ def _expand(
     if norm_weight is not None:
         squares = jax.ShapeDtypeStruct((sum(blocks), num_rows), jnp.float32)
         shapes, norms = [*shapes, *shapes, squares], (norm_weight,)
-    return pl.pallas_call(
+    return pallas_call(
         functools.partial(
             _expand_kernel,
             num_outs=len(shapes),
@@ -127,7 +128,7 @@ def gated_expand(y: Array, shrunk: Shrunk | None, *, interpret: bool = False) ->
     """Launch expand with SiLU(gate) * up; see `lora_gated`."""
     rows, width = y.shape[0], y.shape[1] // 2
     block_n = _fitting_block(rows, width, _GATED_BLOCK_N)
-    return pl.pallas_call(
+    return pallas_call(
         functools.partial(_gated_kernel, block_n=block_n),
         out_shape=jax.ShapeDtypeStruct((rows, width), y.dtype),
         grid=(rows, pl.cdiv(width, block_n)),
@@ -173,7 +174,7 @@ def rotary_expand(
     block_n = _fitting_block(rows, y.shape[1] // 2, _BLOCK_N)
     at_once = math.gcd(heads, kv_heads, max(1, block_n // lanes))
     q = jax.ShapeDtypeStruct((rows, heads, head_dim), y.dtype)
-    return pl.pallas_call(
+    return pallas_call(
         functools.partial(_rotary_kernel, lanes=lanes, at_once=at_once),
         out_shape=(q, jax.ShapeDtypeStruct(kv_pages.shape, kv_pages.dtype)),
         grid=(rows, (heads + 2 * kv_heads) // at_once),

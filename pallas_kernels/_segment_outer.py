@@ -11,6 +11,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from punica_jax.pallas_kernels._launch import pallas_call
 from punica_jax.pallas_kernels._page_tiles import AdapterPages, dot, load, mask_of
 from punica_jax.pallas_kernels._pool import RANK_PAGE, LoraPool
 from punica_jax.pallas_kernels._segments import Segments
@@ -30,7 +31,7 @@ def segment_outer(
     block_d = min(128, max(16, pl.next_power_of_2(d)))
     out = jnp.zeros((num_pages, modules, RANK_PAGE, d), jnp.float32)
     for number in range(segments.num_passes):
-        out = pl.pallas_call(
+        out = pallas_call(
             functools.partial(
                 _segment_outer_kernel,
                 number=number,

@@ -12,6 +12,8 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from punica_jax.pallas_kernels._launch import pallas_call
+
 # Rows of a tile; a row's result does not depend on it. Wider tiles load A and B less
 # often, but are fewer, and waste more on a row alone: 2048 rows of 4 prompts and 16
 # sequences that decode, 20 adapters, take 74, 65, 17.5 us with 16 rows a tile (gate and
@@ -95,7 +97,7 @@ def segment_metadata_kernel(
     tiles = max_tiles(rows, num_slots, block_rows)
     shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
     out_shape = [shape((passes, rows))] * 2 + [shape((passes, tiles))] * 3
-    sorted_rows, sorted_slots, *tables = pl.pallas_call(
+    sorted_rows, sorted_slots, *tables = pallas_call(
         functools.partial(_metadata_kernel, num_slots=num_slots, block_rows=block_rows),
         out_shape=out_shape,
         grid=(passes, pl.cdiv(rows, _PLACED_ROWS)),

@@ -14,6 +14,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from punica_jax.pallas_kernels._launch import pallas_call
 from punica_jax.pallas_kernels._page_tiles import (
     AdapterPages,
     PageLanes,
@@ -72,7 +73,7 @@ def shrink(
     size = config.group_size if segments.num_rows >= _MANY_ROWS else 1
     num_programs = pl.cdiv(config.splits, size)
     shape = (num_programs, entries, pool.num_modules * pool.max_rank)
-    return pl.pallas_call(
+    return pallas_call(
         functools.partial(
             _shrink_kernel,
             num_tiles=segments.num_tiles,
@@ -174,7 +175,7 @@ def expand(
         is_last = number == segments.num_passes - 1
         options = every | {"residual": residual if is_last else None}
         options = {name: array for name, array in options.items() if array is not None}
-        y = pl.pallas_call(
+        y = pallas_call(
             functools.partial(
                 _expand_kernel,
                 option_names=tuple(options),

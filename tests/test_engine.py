@@ -369,7 +369,7 @@ def test_an_id_that_was_made_is_nobodys(root):
         assert len({got.text for [got] in run(main())}) == 1
 
 
-@pytest.mark.parametrize("option", ["device", "precision", "rank"])
+@pytest.mark.parametrize("option", ["device", "precision", "rank", "x64"])
 def test_its_thread_has_the_configuration_of_who_made_it(root, compiles, option):
     """Weights, cache and programs are where and what they were made to be."""
     last = jax.devices()[-1]
@@ -377,6 +377,7 @@ def test_its_thread_has_the_configuration_of_who_made_it(root, compiles, option)
         "device": jax.default_device(last),
         "precision": jax.default_matmul_precision("highest"),
         "rank": jax.numpy_rank_promotion("warn"),
+        "x64": jax.enable_x64(True),
     }
     sampling = pj.SamplingParams(max_new_tokens=4, ignore_eos=True)
     with own_programs(), options[option]:

@@ -214,6 +214,30 @@ def test_a_layer_among_others_is_bitwise_the_layer_alone(dtype, implementation):
             np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_integers_of_64_bits_change_nothing(implementation):
+    slots, (y, x, a, b, weights), dy = gradient_inputs()
+
+    def run():
+        def loss(y, x, a, b, weights):
+            segments = segment_metadata(
+                jnp.asarray(slots, jnp.int32),
+                weights,
+                num_slots=3,
+                implementation=implementation,
+            )
+            pool = pack_adapters(a, b, jnp.asarray([20, 3, 17], jnp.int32))
+            return (
+                lora(y, x, pool, segments, implementation=implementation) * dy
+            ).sum()
+
+        return jax.grad(loss, argnums=range(5))(y, x, a, b, weights)
+
+    expected = run()
+    with jax.enable_x64(True):
+        jax.tree.map(np.testing.assert_array_equal, run(), expected)
+
+
 def test_shard_map_column_and_row_parallel():
     # Punica's scheme: column-parallel splits B, row-parallel splits A and adds before
     # the all-reduce; tests/conftest.py makes the CPU two devices.

@@ -173,6 +173,13 @@ def test_epilogues(dtype, max_rank):
     assert sorted(names_with_segments(calls, rows, 3)) == sorted(with_adapters)
 
 
+@pytest.fixture(params=["32 bits", "64 bits"])
+def width(request):
+    with jax.enable_x64(request.param == "64 bits"):
+        yield
+
+
+@pytest.mark.usefixtures("width")
 @pytest.mark.parametrize("form", ["decode", "prefill"])
 def test_whole_step(form):
     model = nnx.eval_shape(lambda: Llama(CONFIG, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
@@ -213,6 +220,7 @@ def test_whole_step(form):
     assert len(calls) == 1 + num_norms + 8 * num_layers + len(attention)
 
 
+@pytest.mark.usefixtures("width")
 @pytest.mark.parametrize("rows", [1, 32])
 def test_drawing(rows):
     vocab = 128256

@@ -102,7 +102,7 @@ def query_tiles(
     seqs = bounds.shape[0] - 1
     tiles_of_seq = (bounds[1:] - bounds[:-1] + (block_rows - 1)) // block_rows
     ends = jnp.cumsum(tiles_of_seq)
-    tile = jnp.arange(max_query_tiles(rows, seqs, block_rows), dtype=jnp.int32)
+    tile = _range(max_query_tiles(rows, seqs, block_rows))
     seq = jnp.searchsorted(ends, tile, side="right", method="compare_all")
     index = jnp.minimum(seq, seqs - 1)
     nth = tile - (ends - tiles_of_seq)[index]
@@ -121,7 +121,7 @@ def _attend(
 ) -> Array:
     num_rows, heads, head_dim = q.shape
     _, _, kv_heads, page_size, _ = kv_pages.shape
-    key = jnp.arange(table.shape[0] * page_size, dtype=jnp.int32)
+    key = _range(table.shape[0] * page_size)
 
     def tokens(part: int) -> Array:  # f32[kv_heads, tokens, head_dim]
         gathered = kv_pages.at[part, table].get(mode="clip").swapaxes(0, 1)
@@ -132,7 +132,7 @@ def _attend(
     einsum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
     groups = q.astype(jnp.float32).reshape(num_rows, kv_heads, -1, head_dim)
     scores = einsum("nkgd,ktd->kgnt", groups, tokens(0)) * scale
-    row_position = position + jnp.arange(num_rows, dtype=jnp.int32)
+    row_position = position + _range(num_rows)
     seen = (key[None, :] <= row_position[:, None]) & (key < kv_len)[None, :]
     scores = jnp.where(seen[None, None], scores, -jnp.inf)
     # A row that sees nothing (an idle sequence) has no finite maximum.

@@ -23,10 +23,7 @@ from punica_jax.pallas_kernels._adapter_row import AdapterRow, columns_of
 from punica_jax.pallas_kernels._fused import Shrunk
 from punica_jax.pallas_kernels._launch import pallas_call
 from punica_jax.pallas_kernels._norm import Norm, NormedRows
-from punica_jax.pallas_kernels._page_tiles import (
-    load,
-    module_of_block,
-)
+from punica_jax.pallas_kernels._page_tiles import load, module_of_block
 
 # Columns of one module a program of one warp. In place, 32 rows of 32 adapters to 4096
 # columns take 5.0, 4.0, 4.0 us with 64, 128, 256 of them a program. (Fewer for fewer

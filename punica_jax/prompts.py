@@ -191,6 +191,5 @@ def _one_each(name: str, values: Any, kind: type, count: int) -> Sequence[Any]:
         raise ValueError(f"{rule}: got {len(values)} for {count} prompts")
     swapped = isinstance(values, SamplingParams)
     hint = "; sampling comes third, or as sampling=" if swapped else ""
-    raise ValueError(
-        f"{rule}, a {kind.__name__} or None: got {reprlib.repr(values)}{hint}"
-    )
+    got = repr(values) if swapped else reprlib.repr(values)
+    raise ValueError(f"{rule}, a {kind.__name__} or None: got {got}{hint}")

@@ -1,8 +1,7 @@
 """Which adapters are on disk, in host memory and on the device, and who holds them.
 
 Plain Python: knows names, versions, bytes and users. What reads files and what copies
-to the device is given to it. Other threads read, and wait for copies that are begun
-here: steps go on meanwhile.
+to the device is given to it; other threads read and wait, and steps go on meanwhile.
 """
 
 import contextlib
@@ -149,8 +148,9 @@ class AdapterResidence(AdapterRegistry):
             elif kind != "examine":
                 self._fail(version, error)
             else:
-                text = "%s has no digest, so no shared pages: %r"
-                _log.warning(text, version.key, error)
+                _log.warning(
+                    "%s has no digest, so no shared pages: %r", version.key, error
+                )
             self._settle(version)
             just_read = {version} if kind in ("fetch", "read") else set()
             self._on_host.trim(keep=self._tasks.versions | just_read)
@@ -160,7 +160,8 @@ class AdapterResidence(AdapterRegistry):
     def hasten(self) -> bool:
         """Let rows use what is being copied for them: the next step waits for it."""
         copying = [one for one in self._tasks.of("stage") if one.staged is not None]
-        for version in (wanted := [one for one in copying if one.num_users]):
+        wanted = [one for one in copying if one.num_users]
+        for version in wanted:
             self._write(version)
         return bool(wanted)
 
@@ -184,7 +185,8 @@ class AdapterResidence(AdapterRegistry):
         in_work = self._tasks.versions
         assert {*self._on_host, *self._placed, *in_work, *self.pinned} <= versions
         assert self.retired.keys().isdisjoint({*self._current.values(), *self.pinned})
-        assert all((one.host is None) == self._tasks.is_read(one) for one in in_work)
+        for version in in_work:
+            assert (version.host is None) == self._tasks.is_read(version), version.key
         num_kept = sum(one not in in_work for one in self._on_host)
         assert self._on_host.nbytes <= self._on_host.budget or num_kept <= 1
         for version in versions:
@@ -192,7 +194,8 @@ class AdapterResidence(AdapterRegistry):
             assert (version.placement is not None) == (version in self._placed)
             assert (version.host is not None) == (version in self._on_host)
             assert version in self._placed or not (version.num_users or version.ready)
-        assert all(one.num_users or one in in_work for one in self.retired)
+        for version in self.retired:
+            assert version.num_users or version in in_work, version.key
         assert {one.key for one in self._placed if one.ready} == set(self._table)
 
     def _bring_pinned(self) -> None:
@@ -313,13 +316,10 @@ class AdapterResidence(AdapterRegistry):
     def _write(self, version: Version) -> None:
         """Have what is staged written to its pages: rows can use it."""
         host, placement = version.host, version.placement
-        assert host and placement
-        version.is_finite, version.staged = self._device.place(version.staged), None
+        assert host is not None and placement is not None
+        is_finite = self._device.place(version.staged)
         self._table.publish(placement, host.report)
-        version.ready, version.report = True, host.report
-        if not version.loaded.done():
-            version.loaded.set_result(None)
-        version.stats.num_loads += 1
+        version.note_written(host.report, is_finite)
         if version.weights[0] != "digest" and version not in self._tasks.of("examine"):
             # Nobody waits for it: pages of other versions can be shared from then on.
             work = functools.partial(examine, host, version.examined)

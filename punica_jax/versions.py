@@ -125,6 +125,14 @@ class Version:
         assert self.placement is not None, self.key
         return self.placement.slot
 
+    def note_written(self, report: Any, is_finite: Callable[[], bool]) -> None:
+        """Take note that it is in its pages, with what tells whether it is finite."""
+        self.staged, self.is_finite = None, is_finite
+        self.ready, self.report = True, report
+        if not self.loaded.done():
+            self.loaded.set_result(None)
+        self.stats.num_loads += 1
+
     def note_copied(self, end_s: float) -> None:
         """Take note of when it was on the device, if somebody wanted it."""
         if self.asked_s is not None:

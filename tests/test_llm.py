@@ -439,7 +439,7 @@ def test_capacity(llm, checkpoint, tmp_path):
             ["a"],
             GREEDY,
             None,
-            r"adapters must be one .* got SamplingParam.*; sampling "
+            r"adapters must be one .* got SamplingParams\(.*; sampling "
             "comes third, or as sampling=$",
         ),
         (["a"], [["a"]], None, r"no adapter named \['a'\] is loaded"),

@@ -27,14 +27,13 @@ from punica_jax.pallas_kernels._page_tiles import load, module_of_block
 
 # Columns of one module a program of one warp. In place, 32 rows of 32 adapters to 4096
 # columns take 5.0, 4.0, 4.0 us with 64, 128, 256 of them a program. (Fewer for fewer
-# rows would change the order in which a norm adds its squares.)
+# rows would change the order in which a norm adds its squares.) Gate and up take 9.0
+# with 128; with 256 9.6, and where ranks are mixed 19.4 instead of 18.3.
 _BLOCK_N = 128
 # Where they may follow the rows: as few as so many programs allow, for then all begin
-# at once. A row alone takes, with 64, 128, 256 columns, gate and up 3.2, 4.1, 5.3 us,
-# q, k, v 3.1, 3.9, 4.9; 8 rows 6.2, 4.6, 5.3 and 4.2, 4.4, 5.2; 32 rows 9.5 with 128
-# and 8.6 with 256, and 8.6, 6.1, 6.7.
+# at once. A row alone takes, with 64 and 128 columns, gate and up 3.2 and 4.1 us, q, k,
+# v 3.1 and 3.9; 8 rows 6.2 and 4.6, 4.2 and 4.4.
 _LEAST_BLOCK_N = 64
-_GATED_BLOCK_N = 256
 _MAX_PROGRAMS = 800
 _PARAMS = plgpu.CompilerParams(num_warps=1, num_stages=1)
 
@@ -124,7 +123,7 @@ def _expand_kernel(
 def gated_expand(y: Array, shrunk: Shrunk | None, *, interpret: bool = False) -> Array:
     """Launch expand with SiLU(gate) * up; see `lora_gated`."""
     rows, width = y.shape[0], y.shape[1] // 2
-    block_n = _fitting_block(rows, width, _GATED_BLOCK_N)
+    block_n = _fitting_block(rows, width)
     return pallas_call(
         functools.partial(_gated_kernel, block_n=block_n),
         out_shape=jax.ShapeDtypeStruct((rows, width), y.dtype),
@@ -168,7 +167,7 @@ def rotary_expand(
     heads = y.shape[1] // head_dim - 2 * kv_heads
     lanes = max(16, pl.next_power_of_2(head_dim // 2))
     # A power of two, and all of one module.
-    block_n = _fitting_block(rows, y.shape[1] // 2, _BLOCK_N)
+    block_n = _fitting_block(rows, y.shape[1] // 2)
     at_once = math.gcd(heads, kv_heads, max(1, block_n // lanes))
     q = jax.ShapeDtypeStruct((rows, heads, head_dim), y.dtype)
     return pallas_call(
@@ -233,9 +232,8 @@ def _operands(shrunk: Shrunk | None) -> tuple[Array, ...]:
     return () if shrunk is None else shrunk.row_operands
 
 
-def _fitting_block(rows: int, width: int, most: int) -> int:
+def _fitting_block(rows: int, width: int) -> int:
     """Return how many columns a program of so many rows' launch has."""
-    block_n = _LEAST_BLOCK_N
-    while block_n < most and rows * pl.cdiv(width, block_n) > _MAX_PROGRAMS:
-        block_n *= 2
+    many = rows * pl.cdiv(width, _LEAST_BLOCK_N) > _MAX_PROGRAMS
+    block_n = _BLOCK_N if many else _LEAST_BLOCK_N
     return min(block_n, max(16, pl.next_power_of_2(width)))

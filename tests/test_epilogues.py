@@ -12,7 +12,6 @@ import pytest
 from punica_jax.pallas_kernels import (
     RANK_PAGE,
     Norm,
-    _adapter_row,
     _row_expand,
     _sgmv,
     lora_gated,
@@ -263,12 +262,11 @@ def test_a_row_is_bitwise_the_same_in_blocks_of_any_width(
     tables = jax.random.normal(jax.random.key(0), (2, rows, 128), jnp.float32)
     kv_pages = jnp.zeros((2, rows, width // 128, PAGE_SIZE, 128), jnp.bfloat16)
     place = jnp.arange(rows, dtype=jnp.int32)
-    most = _row_expand._GATED_BLOCK_N if form == "gated" else _row_expand._BLOCK_N
     launches = []
 
     def run(max_programs):
         monkeypatch.setattr(_row_expand, "_MAX_PROGRAMS", max_programs)
-        launches.append(_row_expand._fitting_block(rows, width, most))
+        launches.append(_row_expand._fitting_block(rows, width))
         operands = jnp.asarray(case.x), no_weight(jnp.asarray(case.y), case.x)
         options = {"residual": jnp.asarray(case.y), "implementation": implementation}
         lora = case.pool, segments
@@ -279,7 +277,7 @@ def test_a_row_is_bitwise_the_same_in_blocks_of_any_width(
         return jax.jit(lambda: lora_rotary(*operands, *cache, lora, **options))()
 
     narrow, wide = run(10**9), run(0)
-    assert launches == [64, most]
+    assert launches == [64, 128]
     jax.tree.map(np.testing.assert_array_equal, narrow, wide)
 
 
@@ -550,35 +548,19 @@ def test_the_shrink_beside_the_base_is_that_of_its_own_launch(
 
 
 @pytest.mark.parametrize("implementation", ["pallas_interpret", GPU])
-@pytest.mark.parametrize(
-    ("form", "at_once"), [("linear", 3), ("gated", 3), ("gated", 4), ("gated", 6)]
-)
-def test_further_pages_come_one_by_one_or_together(
-    form, at_once, implementation, monkeypatch
-):
-    # Up to seven pages: one, and six more in six turns or fewer.
+@pytest.mark.parametrize("form", ["linear", "gated"])
+def test_rows_of_many_pages_whatever_the_others_could_have(form, implementation):
+    # Up to seven pages, and then in a table that has room for nine.
     ranks = [[112, 20], [70, 100], [16, 16], [0, 40]]
-    case = make_case(
-        rows=8, ranks=ranks, d_in=40, d_outs=(WIDTH, WIDTH), dtype="bfloat16"
-    )
     slots = np.array([0, 1, 2, 3, -1, 0, 2, 1], np.int32)
     weights = np.linspace(0.5, 1.5, 8, dtype=np.float32)
-    segments = segments_of(case, slots, implementation, weights=jnp.asarray(weights))
-    x, y = jnp.asarray(case.x), jnp.asarray(case.y)
     launch = lora_linear if form == "linear" else lora_gated
-    found = []
 
-    def run(held_bytes):
-        # None is what users have.
-        if held_bytes is not None:
-            monkeypatch.setattr(_adapter_row, "_HELD_BYTES", held_bytes)
-
-        def count(*operands):
-            found.append(pages_at_once(*operands))
-            return found[-1]
-
-        monkeypatch.setattr(_adapter_row, "_pages_at_once", count)
-        # Anew: what was traced with other sizes is not this.
+    def run(case):
+        segments = segments_of(
+            case, slots, implementation, weights=jnp.asarray(weights)
+        )
+        x, y = jnp.asarray(case.x), jnp.asarray(case.y)
         return jax.jit(
             lambda x, y, pool, segments: launch(
                 x,
@@ -589,15 +571,16 @@ def test_further_pages_come_one_by_one_or_together(
             )
         )(x, y, case.pool, segments)
 
-    pages_at_once = _adapter_row._pages_at_once
-    actual = run({4: 2**14, 6: 2**30}.get(at_once))
+    options = {"rows": 8, "d_in": 40, "d_outs": (WIDTH, WIDTH), "dtype": "bfloat16"}
+    case = make_case(ranks=ranks, **options)
+    assert case.pool.max_rank == 112
+    actual = run(case)
     expected = case.expected(slots, weights)
     if form == "gated":
         expected = expected_gated(expected)
     assert_near(actual, expected, "bfloat16")
-    # A row's pages are added in one order, however many come at a time.
-    np.testing.assert_array_equal(actual, run(1))
-    assert found == [at_once, 1]
+    wide = make_case(ranks=ranks, max_rank=144, **options)
+    np.testing.assert_array_equal(actual, run(wide))
 
 
 @pytest.mark.parametrize("implementation", ["pallas_interpret", GPU])

@@ -120,16 +120,17 @@ class AdapterRow:
         rank = jnp.arange(RANK_PAGE, dtype=jnp.int32)[:, None]
         half = jnp.arange(_LANES // RANK_PAGE, dtype=jnp.int32)[None, :]
         rank, half = jnp.broadcast_arrays(rank, half)
-        at = self._entry, first + rank
-        mask = there & (half == 0)
-        return [load(v_ref.at[(group, *at)], mask) for group in range(v_ref.shape[0])]
+        rank, mask = first + rank, there & (half == 0)
+        groups = range(v_ref.shape[0])
+        return [load(v_ref.at[group, self._entry, rank], mask) for group in groups]
 
     def _v_of(self, parts: Sequence[Array]) -> Array:
         """Return `f32[16, 1, 1]`, in every lane, rounded as B is."""
+        _, b_ref, *others = self._refs
         v = add_splits(parts).sum(axis=1)
-        if len(self._refs) > 7:
-            v = v * self._refs[7][0, self._entry]
-        return v.astype(self._refs[1].dtype).astype(jnp.float32)[:, None, None]
+        if len(others) > 5:
+            v = v * others[5][0, self._entry]
+        return v.astype(b_ref.dtype).astype(jnp.float32)[:, None, None]
 
 
 def columns_of(block_n: int) -> Array:

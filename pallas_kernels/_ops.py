@@ -16,6 +16,7 @@ from jaxtyping import Float, Int
 
 from punica_jax.pallas_kernels import _segment_outer, _sgmv, reference
 from punica_jax.pallas_kernels._dispatch import resolve
+from punica_jax.pallas_kernels._launch import varying_alike
 from punica_jax.pallas_kernels._norm import NormedRows
 from punica_jax.pallas_kernels._pool import RANK_PAGE, LoraPool
 from punica_jax.pallas_kernels._segments import (
@@ -209,7 +210,7 @@ def lora(
     x, y = jnp.asarray(x), jnp.asarray(y)
     check_operand("x", x, pool.d_in, pool, segments)
     check_operand("y", y, pool.d_out, pool, segments)
-    return _lora(resolve(implementation), y, x, pool, segments)
+    return _lora(resolve(implementation), *varying_alike(y, x, pool, segments))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -9,7 +9,12 @@ from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
 
 import punica_jax as pj
-from punica_jax.pallas_kernels import lora, pack_adapters, segment_metadata
+from punica_jax.pallas_kernels import (
+    lora,
+    lora_linear,
+    pack_adapters,
+    segment_metadata,
+)
 from tests.sgmv_cases import make_case
 
 GPU = pytest.param("pallas_triton", marks=pytest.mark.gpu)
@@ -273,6 +278,52 @@ def test_shard_map_column_and_row_parallel():
     np.testing.assert_allclose(
         jax.jit(row)(y, x, a, b, slots), expected, rtol=1e-5, atol=1e-4
     )
+
+
+@pytest.mark.parametrize("implementation", ["xla", GPU])
+def test_gradients_under_shard_map_with_its_checks(implementation):
+    rng = np.random.default_rng(4)
+
+    def draw(*shape):
+        return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+
+    slots = jnp.asarray([0, 2, -1, 1, 0, 2], jnp.int32)
+    x, weights = draw(6, 32), jnp.asarray(rng.random(6), jnp.float32)
+    # Weight, A and B: the first layer's columns are split, the second one's rows.
+    first = draw(48, 32) / 6, draw(3, 8, 32) / 6, draw(3, 48, 8) / 3
+    second = draw(32, 48) / 7, draw(3, 20, 48) / 7, draw(3, 32, 20) / 4
+
+    def forward(x, weights, first, second):
+        segments = segment_metadata(
+            slots, weights, num_slots=3, implementation=implementation
+        )
+        for weight, a, b in (first, second):
+            pool = pack_adapters(a, b)
+            x = lora_linear(x, weight, (pool, segments), implementation=implementation)
+        return x
+
+    mesh = jax.make_mesh(
+        (len(jax.devices()),), ("tp",), axis_types=(jax.sharding.AxisType.Auto,)
+    )
+    columns = P("tp"), P(), P(None, "tp")
+    rows = P(None, "tp"), P(None, None, "tp"), P()
+    sharded = jax.shard_map(
+        lambda *operands: jax.lax.psum(forward(*operands), "tp"),
+        mesh=mesh,
+        in_specs=(P(), P(), columns, rows),
+        out_specs=P(),
+    )
+
+    def gradients(function):
+        def loss(*operands):
+            return jnp.square(function(*operands)).sum()
+
+        run = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2, 3)))
+        with jax.default_matmul_precision("highest"):
+            return run(x, weights, first, second)
+
+    near = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4)
+    jax.tree.map(near, gradients(sharded), gradients(forward))
 
 
 def test_inside_another_jit_vmap_free_scan():

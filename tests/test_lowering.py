@@ -7,7 +7,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
+from jax import lax
 from jax.sharding import AbstractDevice, AbstractMesh
+from jax.sharding import PartitionSpec as P
 
 from punica_jax.batch import Batch, Buckets
 from punica_jax.chunk import Chunk
@@ -179,9 +181,8 @@ def width(request):
         yield
 
 
-@pytest.mark.usefixtures("width")
-@pytest.mark.parametrize("form", ["decode", "prefill"])
-def test_whole_step(form):
+def whole_step(form):
+    """Return a step of the tiny model, and its operands."""
     model = nnx.eval_shape(lambda: Llama(CONFIG, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
     cache = KvCache.zeros(CONFIG, 8, 16, jnp.bfloat16)
     pools = LoraPools.zeros(
@@ -191,11 +192,16 @@ def test_whole_step(form):
     chunk = Chunk(tokens=[1] * rows, kv_len=rows, pages=[0, 1], slot=0)
     chunks = [chunk] * 5
     batch = Batch.of(chunks, Buckets(16, 128).of(chunks), pages_per_seq=2)
+    step = functools.partial(run_step, implementation="pallas_triton")
+    return step, (model, cache, pools, batch)
 
-    def step(model, cache, pools, batch):
-        return run_step(model, cache, pools, batch, implementation="pallas_triton")
 
-    lowered = lower(step, model, cache, pools, batch)
+@pytest.mark.usefixtures("width")
+@pytest.mark.parametrize("form", ["decode", "prefill"])
+def test_whole_step(form):
+    step, operands = whole_step(form)
+    batch = operands[-1]
+    lowered = lower(step, *operands)
     calls = names(lowered)
     assert calls[0] == "segment_metadata"
     assert calls.count("segment_metadata") == 1  # once a step
@@ -218,6 +224,27 @@ def test_whole_step(form):
     attention = [name for name in calls if "attention" in name]
     assert {name for name in attention if form in name}, attention
     assert len(calls) == 1 + num_norms + 8 * num_layers + len(attention)
+
+
+@pytest.mark.parametrize("varying", ["model", "cache", "pools", "batch"])
+@pytest.mark.parametrize("form", ["decode", "prefill"])
+def test_whole_step_under_shard_map_with_its_checks(form, varying):
+    step, operands = whole_step(form)
+    names = ("model", "cache", "pools", "batch")
+
+    def run(*operands):
+        operands = [
+            jax.tree.map(
+                lambda leaf: lax.pcast(jnp.asarray(leaf), "x", to="varying"), o
+            )
+            if name == varying
+            else o
+            for name, o in zip(names, operands, strict=True)
+        ]
+        return lax.psum(step(*operands).logits, "x")
+
+    sharded = jax.shard_map(run, mesh=H200, in_specs=P(), out_specs=P())
+    assert lower(sharded, *operands) == lower(step, *operands)
 
 
 @pytest.mark.usefixtures("width")

@@ -64,7 +64,7 @@ class AdapterRow:
         if not self._refs:
             return sums
         b_ref, *tables = self._refs[1:5]
-        pages = [AdapterPages.of(tables, b_ref, self.slot, c) for c in modules]
+        pages = [AdapterPages.of(tables, b_ref, self._entry, c) for c in modules]
         max_count = pages[0].max_count
 
         # One module after the other: of two at once the compiler holds so much that not

@@ -96,9 +96,13 @@ def load_model(
         configuration. Nothing has been put on the device then, unless reading itself
         failed.
       ConfigError: `config.json` is missing, broken or not supported.
-      ValueError: `dtype` is none of the three.
+      ValueError: `dtype` is none of the three, or `path` no path.
     """
     check_dtype(dtype)
+    if not isinstance(path, str | os.PathLike):
+        raise ValueError(
+            f"path must be a directory that holds a Hugging Face model, got {path!r}"
+        )
     path = Path(path)
     if config is None:
         config = LlamaConfig.from_dir(path, max_model_len=max_model_len)

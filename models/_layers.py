@@ -133,7 +133,11 @@ class LoraLinear(nnx.Module):
 
         Returns:
           The modules' outputs side by side; rounded before the LoRA is added.
+
+        Raises:
+          ValueError: `lora` is no such pair, or an operand does not fit the others.
         """
+        _check_lora(lora)
         return kernels.lora_linear(
             x,
             lora=lora,
@@ -152,6 +156,17 @@ class LoraLinear(nnx.Module):
         """Cut an output into the modules' own."""
         edges = list(itertools.accumulate(self.d_outs))[:-1]
         return jnp.split(y, edges, axis=-1)
+
+
+def _check_lora(lora: Any) -> None:
+    parts = lora if isinstance(lora, tuple | list) else [lora]
+    kinds = tuple(type(part) for part in parts)
+    if lora is not None and kinds != (LoraPool, Segments):
+        raise ValueError(
+            "lora must be (pool, segments), a LoraPool such as pools.layer(i).qkv and "
+            "what segment_metadata returns, or None, got "
+            f"({', '.join(kind.__name__ for kind in kinds)})"
+        )
 
 
 @jax.tree_util.register_dataclass

@@ -7,6 +7,7 @@ them. Knows nothing of the device, of slots, or of which adapters are loaded.
 import contextlib
 import json
 import os
+import reprlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -195,8 +196,8 @@ def _as_files(
     """Return the fields and the named tensors that PEFT would have in its files."""
     known = modules_by_path(config)
     factors = {
-        known[module_path]: (np.asarray(a), np.asarray(b))
-        for module_path, (a, b) in _by_path(tensors, known).items()
+        known[module_path]: _factors(known[module_path], pair)
+        for module_path, pair in _by_path(tensors, known).items()
     }
     ranks = {module: a.shape[0] for module, (a, _) in factors.items()}
     all_fields = {
@@ -214,6 +215,21 @@ def _as_files(
         arrays[tensor_name(module.path, "A")] = np.ascontiguousarray(a)
         arrays[tensor_name(module.path, "B")] = np.ascontiguousarray(b)
     return all_fields, arrays
+
+
+def _factors(module: BaseModule, pair: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Return a module's A and B as arrays; their sizes are checked with all others."""
+    try:
+        a, b = map(np.asarray, pair)
+        if a.ndim == b.ndim == 2:
+            return a, b
+        got = f"A of shape {list(a.shape)} and B of {list(b.shape)}"
+    except (TypeError, ValueError):  # no pair, or ragged lists
+        got = reprlib.repr(pair)
+    raise AdapterError(
+        f"{module.path} must have a pair of arrays, A [rank, {module.d_in}] and B "
+        f"[{module.d_out}, rank], got {got}"
+    )
 
 
 @contextlib.contextmanager
@@ -299,7 +315,12 @@ def _by_path(
     for key, pair in tensors.items():
         path = key if isinstance(key, str) else names.get(key)
         if path is None or path not in known:
-            raise AdapterError(f"the base model has no module {key!r}")
+            named = ", ".join(dict.fromkeys(m.short_name for m in known.values()))
+            raise AdapterError(
+                f"the base model has no module {key!r}; a module is (layer, name) or a "
+                f"path such as {next(iter(known))!r}, with layers 0 to "
+                f"{max(layer for layer, _ in names)} and {named}"
+            )
         if path in by_path:
             raise AdapterError(f"module {path} is given twice")
         by_path[path] = pair

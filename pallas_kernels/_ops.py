@@ -65,12 +65,15 @@ def segment_metadata(
         )
     if not jnp.issubdtype(slots.dtype, jnp.signedinteger):
         raise ValueError(f"slots must be signed integers, got {slots.dtype}")
+    weights = None if weights is None else jnp.asarray(weights)
     if weights is not None and weights.shape != slots.shape:
         raise ValueError(
             f"weights must have the shape of slots {slots.shape}, got {weights.shape}"
         )
-    if num_slots < 1:
-        raise ValueError(f"num_slots must be at least 1, got {num_slots}")
+    if not isinstance(num_slots, int | np.integer) or num_slots < 1:
+        raise ValueError(
+            f"num_slots must be an integer of at least 1, got {num_slots!r}"
+        )
     if block_rows < 16 or block_rows & (block_rows - 1):
         raise ValueError(
             f"block_rows must be a power of two of at least 16, got {block_rows}"

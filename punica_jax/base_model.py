@@ -15,7 +15,7 @@ from punica_jax.hub import fetch_weights, local_dir
 from punica_jax.memory import DeviceMemory, MemoryPlan, default_device, default_dtype
 from punica_jax.model_dir import ModelDir
 from punica_jax.models import MODULE_GROUPS, LlamaConfig, load_model, warn_user
-from punica_jax.pallas_kernels import resolve
+from punica_jax.pallas_kernels import Implementation, resolve
 from punica_jax.runner import Runner
 from punica_jax.sizes import Sizes
 from punica_jax.tokenizer import Tokenizer
@@ -59,7 +59,8 @@ class BaseModel:
         if not isinstance(config, EngineConfig):
             raise ValueError(f"config must be an EngineConfig, got {config!r}")
         self._model = model
-        self._implementation = resolve(config.implementation)
+        device = default_device()
+        self._implementation = _resolve_on(device, config.implementation)
         self._progress = config.progress
         self._files = ModelDir(local_dir(model, "model", progress=config.progress))
         self.names = self._files.model_names
@@ -81,7 +82,6 @@ class BaseModel:
             num_staged=num_staged,
         )
         sizes.check_model(self.config)
-        device = default_device()
         self.dtype = default_dtype(device) if config.dtype is None else config.dtype
         self.plan = MemoryPlan.of(
             self.config,
@@ -137,3 +137,14 @@ class BaseModel:
             self.tokenizer.encode(text, add_special_tokens=False)
             for text in self.chat_template.render(messages, **options)
         ]
+
+
+def _resolve_on(device: Any, implementation: str | None) -> Implementation:
+    """Return what runs on a device, which a program for another one may not be."""
+    resolved = resolve(implementation)
+    if resolved == "pallas_triton" and device.platform != "gpu":
+        raise ValueError(
+            "implementation 'pallas_triton' needs a GPU, the default device is a "
+            f"{device.platform}; take None or 'xla'"
+        )
+    return resolved

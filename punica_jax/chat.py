@@ -56,9 +56,19 @@ class ChatTemplate:
             conversations, "tool_use" for those with tools. A text alone is "default".
           special_tokens: variables of every template: `bos_token` and so on.
           name: what errors call their owner.
+
+        Raises:
+          ChatError: `templates` is neither a text nor a mapping of texts.
         """
         if isinstance(templates, str):
             templates = {_DEFAULT: templates}
+        if not isinstance(templates, Mapping) or not all(
+            isinstance(text, str) for text in [*templates, *templates.values()]
+        ):
+            raise ChatError(
+                "templates must be a Jinja text, or map names to Jinja texts, got "
+                f"{templates!r}"
+            )
         self._templates = dict(templates)
         self._special_tokens = dict(special_tokens or {})
         self._name = name

@@ -30,7 +30,7 @@ from punica_jax.loop import StepLoop
 from punica_jax.memory import bytes_text, host_adapter_bytes
 from punica_jax.prompts import Prompts
 from punica_jax.request import SamplingParams, Terms
-from punica_jax.request_state import RequestState
+from punica_jax.request_state import RequestState, check_state
 from punica_jax.residence import MAX_STAGED, AdapterResidence
 from punica_jax.sequence import DEFAULT_TERMS
 from punica_jax.stats import EngineStats
@@ -207,14 +207,13 @@ class Engine:
         is new; the completions are whole.
 
         Raises:
-          ValueError: the state contradicts itself, or the adapter of its name has
-            other weights here: digests tell, as soon as they are known on both sides;
-            until then it goes on. And as `generate`.
+          ValueError: the state is none, or contradicts itself, or the adapter of its
+            name has other weights here: digests tell, as soon as they are known on both
+            sides; until then it goes on. And as `generate`.
         """
-        prompt, terms = state.prompt_token_ids, state.terms
-        request = await self._request(
-            prompt, state.adapter, state.sampling, terms, request_id
-        )
+        check_state(state)
+        fields = state.prompt_token_ids, state.adapter, state.sampling, state.terms
+        request = await self._request(*fields, request_id)
         request.replay(state.samples, self._base.config.vocab_size)
         async with contextlib.aclosing(self._thread.answers(request)) as pieces:
             async for piece in pieces:

@@ -29,7 +29,7 @@ def lora(
     instead.
 
     Args:
-      y: base output; at least one row, d_out a multiple of 8.
+      y: base output; d_out a multiple of 8.
       x: input, same float32, bfloat16 or float16 as the others; d_in a multiple of 8.
       a: A of each adapter, as PEFT stores it.
       b: B of each adapter, times its scale (alpha / rank).
@@ -48,6 +48,11 @@ def lora(
             f"y must be [rows, d_out] and slots i32[rows], got y {y.shape} and slots "
             f"{slots.shape}"
         )
+    if not slots.size:
+        # Products need a row: one of no adapter comes, and goes again.
+        y, x = (jnp.pad(array, ((0, 1), (0, 0))) for array in (y, x))
+        idle = jnp.full((1,), -1, jnp.int32)
+        return lora(y, x, a, b, idle, implementation=implementation)[:0]
     pool = pallas_kernels.pack_adapters(a, b)
     segments = pallas_kernels.segment_metadata(
         slots, num_slots=pool.num_slots, implementation=implementation

@@ -3,7 +3,9 @@
 Knows token arrays; nothing of text, files or requests. `LLM` is the form that streams.
 """
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Collection, Mapping
+from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -23,7 +25,7 @@ def generate(
     slots: Int[Array, "seqs"],
     *,
     max_new_tokens: int,
-    eos_token_ids: Sequence[int] = (),
+    eos_token_ids: int | Collection[int] = (),
     temperature: Float[Array, "seqs"] | None = None,
     top_k: Int[Array, "seqs"] | None = None,
     top_p: Float[Array, "seqs"] | None = None,
@@ -45,7 +47,8 @@ def generate(
       prompt_lens: 1 to max_prompt. Data, so not checked, like slots and seeds.
       slots: each sequence's adapter; -1, or anything that is no slot, for none.
       max_new_tokens: most new tokens, at least 1 (static).
-      eos_token_ids: tokens that end a sequence; the last one is kept (static).
+      eos_token_ids: a token that ends a sequence, or several; the last one is kept
+        (static).
       temperature: 0 (the default) is greedy, and then no filter matters.
       top_k: draw from the k most likely tokens; 0 or less is off.
       top_p: draw from the fewest most likely tokens that hold this share of what
@@ -60,7 +63,8 @@ def generate(
       The new tokens, 0 where a sequence has ended, and their number.
 
     Raises:
-      ValueError: shapes do not fit, or max_new_tokens is below 1.
+      ValueError: shapes do not fit, max_new_tokens is below 1, or tokens, lengths,
+        slots, `top_k` or seeds are no integers.
     """
     prompt_tokens, prompt_lens, slots = map(
         jnp.asarray, (prompt_tokens, prompt_lens, slots)
@@ -71,6 +75,7 @@ def generate(
             f"got {prompt_tokens.shape}"
         )
     seqs, max_prompt = prompt_tokens.shape
+    stops = _token_ids(eos_token_ids)
     vectors = {
         "prompt_lens": prompt_lens,
         "slots": slots,
@@ -83,6 +88,7 @@ def generate(
     for name, vector in vectors.items():
         if vector is not None and jnp.shape(vector) != (seqs,):
             raise ValueError(f"{name} must be [{seqs}], got {jnp.shape(vector)}")
+    _check_integers({"prompt_tokens": prompt_tokens, **vectors})
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
     if page_size < 16 or page_size & (page_size - 1):
@@ -129,7 +135,7 @@ def generate(
 
     def ends(tokens):
         stop = jnp.zeros((seqs,), bool)
-        for token in eos_token_ids:
+        for token in stops:
             stop |= tokens == token
         return stop
 
@@ -158,6 +164,26 @@ def generate(
     state = (jnp.int32(1), first, new_tokens, counts, ends(first), cache)
     _, _, new_tokens, counts, _, _ = lax.while_loop(unfinished, decode, state)
     return new_tokens, counts
+
+
+def _token_ids(ids: Any) -> tuple[int, ...]:
+    try:
+        is_one = isinstance(ids, int) or getattr(ids, "ndim", 1) == 0
+        several: Any = (ids,) if is_one else ids
+        return tuple(map(operator.index, several))
+    except TypeError as error:
+        raise ValueError(
+            f"eos_token_ids must be an integer or a list of integers, got {ids!r}"
+        ) from error
+
+
+def _check_integers(arrays: Mapping[str, Any]) -> None:
+    """Raise ValueError if one would be cast to integers: floats, True and False."""
+    for name in ("prompt_tokens", "prompt_lens", "slots", "top_k", "seeds"):
+        array = arrays[name]
+        dtype = None if array is None else jnp.asarray(array).dtype
+        if dtype is not None and not jnp.issubdtype(dtype, jnp.integer):
+            raise ValueError(f"{name} must be integers, got {dtype}; cast them")
 
 
 def _ragged_rows(

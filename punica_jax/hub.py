@@ -5,6 +5,7 @@ Plain Python; knows which files a model and an adapter have, not what is in them
 
 import os
 import re
+import reprlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, TypeAlias
@@ -69,7 +70,7 @@ def local_dir(
     if not isinstance(name, str | os.PathLike) or not os.fspath(name):
         raise HubError(
             f"{_a(kind)} must be a directory, or an id of the Hugging Face hub "
-            f"(org/name or org/name@revision), got {name!r}"
+            f"(org/name or org/name@revision), got {reprlib.repr(name)}"
         )
     path = Path(name)
     if path.is_dir():

@@ -146,6 +146,12 @@ class LLM:
 
     @chat_template.setter
     def chat_template(self, template: ChatTemplate) -> None:
+        if not isinstance(template, ChatTemplate):
+            raise ValueError(
+                "chat_template must be a ChatTemplate, such as ChatTemplate(text, "
+                '{"bos_token": "<s>"}); a text alone is given to `chat` as template=; '
+                f"got {template!r}"
+            )
         self._base.chat_template = template
 
     @property

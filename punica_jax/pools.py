@@ -3,8 +3,8 @@
 For callers who hold a model themselves; `LLM` loads and unloads by name instead.
 """
 
-from collections.abc import Sequence
-from pathlib import Path
+import os
+from collections.abc import Collection, Mapping, Sequence
 
 from punica_jax.device_pools import DevicePools
 from punica_jax.models import (
@@ -16,12 +16,15 @@ from punica_jax.models import (
 )
 
 
-def load_adapters(model: Llama, paths: Sequence[str | Path]) -> LoraPools:
+def load_adapters(
+    model: Llama,
+    paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+) -> LoraPools:
     """Read PEFT directories into new pools on the device.
 
     Args:
       model: the base model that they were trained on.
-      paths: at least one directory; the i-th becomes slot i.
+      paths: a directory, or several; the i-th becomes slot i.
 
     Returns:
       Pools with a slot for each adapter and just the pages that they need. A pytree:
@@ -29,8 +32,17 @@ def load_adapters(model: Llama, paths: Sequence[str | Path]) -> LoraPools:
 
     Raises:
       AdapterError: an adapter is broken, does not fit, or has values not finite.
-      ValueError: `paths` is empty.
+      ValueError: `paths` is empty, or something else, such as a mapping.
     """
+    kinds = (str, os.PathLike)
+    if isinstance(paths, kinds):
+        paths = [paths]
+    several = isinstance(paths, Collection) and not isinstance(paths, Mapping)
+    if not several or not all(isinstance(path, kinds) for path in paths):
+        raise ValueError(
+            "paths must be a PEFT directory or a list of them, whose order is that of "
+            f"the slots (of a mapping, pass list(adapters.values())), got {paths!r}"
+        )
     if not paths:
         raise ValueError("load_adapters needs at least one adapter, got none")
     dtype = model.dtype

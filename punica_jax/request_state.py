@@ -5,6 +5,7 @@ Plain values; knows nothing of engines, devices or how it gets there.
 
 import json
 import math
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from numbers import Real
@@ -96,6 +97,9 @@ class RequestState:
         sampling: how its tokens are chosen.
         terms: how it is treated among others; its deadline begins anew.
         samples: where each of its `n` completions stands.
+
+    Raises:
+        ValueError: the samples are none.
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -103,6 +107,14 @@ class RequestState:
     sampling: SamplingParams
     terms: Terms
     samples: tuple[SampleState, ...]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.samples, Sequence) or not all(
+            isinstance(sample, SampleState) for sample in self.samples
+        ):
+            raise ValueError(
+                f"samples must be SampleStates, got {reprlib.repr(self.samples)}"
+            )
 
     def to_json(self) -> str:
         """Return all of it as text."""
@@ -139,6 +151,16 @@ class RequestState:
             )
         except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
             raise ValueError(f"this is no RequestState: {error!r}") from error
+
+
+def check_state(state: Any) -> None:
+    """Raise ValueError unless it is a `RequestState`."""
+    if not isinstance(state, RequestState):
+        raise ValueError(
+            "state must be a RequestState as Engine.export returns it "
+            "(RequestState.from_json makes one of its text), got "
+            f"{reprlib.repr(state)}"
+        )
 
 
 def weights_error(adapter: str | None, began: object, got: object) -> ValueError:

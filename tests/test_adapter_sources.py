@@ -113,6 +113,16 @@ def test_nothing_is_read_before_it_is_asked(folder: Path):
         read()
 
 
+def test_what_is_no_source_is_told_in_few_words():
+    source: Any = [np.ones((30, 40))] * 9
+    read, _ = AdapterSources(BASE, None).reader("z", source, {})
+    with pytest.raises(
+        pj.HubError, match=r"must be a directory, or .* got \[array\("
+    ) as caught:
+        read()
+    assert len(str(caught.value)) < 400
+
+
 def test_only_a_network_is_waited_for_apart(folder: Path):
     sources = AdapterSources(BASE, None)
     for source in (folder / "x", str(folder / "x"), ARRAYS, folder / "nothing"):

@@ -207,6 +207,12 @@ def test_options_of_a_wrong_kind(options, message):
         template(PLAIN).render([USER], **options)
 
 
+@pytest.mark.parametrize("templates", [3, None, [PLAIN], {"default": 3}, {3: PLAIN}])
+def test_templates_of_a_wrong_kind(templates):
+    with pytest.raises(ChatError, match="templates must be a Jinja text, or map names"):
+        ChatTemplate(templates)
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -280,3 +286,7 @@ def test_chat(llm, tmp_path):
     assert one == both[0] and "".join(pieces) == one.text
     with pytest.raises(ChatError, match="has no chat template"):
         llm.chat([USER])
+    for other in (text, None):
+        with pytest.raises(ValueError, match="chat_template must be a ChatTempl"):
+            llm.chat_template = other
+    assert isinstance(llm.chat_template, ChatTemplate)

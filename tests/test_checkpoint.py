@@ -365,6 +365,12 @@ def test_the_configuration_is_checked(folder):
         load_model(folder / "no")
 
 
+@pytest.mark.parametrize("path", [None, 3, b"x"])
+def test_a_path_that_is_none(path):
+    with pytest.raises(ValueError, match=f"path must be a directory .* got {path!r}$"):
+        load_model(path)
+
+
 def test_progress_bar(folder, capfd):
     load_model(folder, progress=True)
     captured = capfd.readouterr()

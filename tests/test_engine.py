@@ -960,6 +960,9 @@ def test_states_that_do_not_fit(engine):
     def resume(state):
         return run(completions(engine.resume(state), is_whole=False))
 
+    for other in ({}, None, state.to_json()):
+        with pytest.raises(ValueError, match=r"state must be a RequestState as Engine"):
+            resume(other)
     with pytest.raises(
         ValueError, match=r"a sample for each of n = 1 completions, got"
     ):

@@ -1,5 +1,6 @@
 import dataclasses
 import re
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -111,6 +112,53 @@ def test_generate_checks_its_arguments(checkpoint):
         pj.generate(model, None, one[None], one, one, max_new_tokens=128)
     with pytest.raises(ValueError, match=r"page_size must be a power of two .* got 0"):
         pj.generate(model, None, one[None], one, one, max_new_tokens=1, page_size=0)
+    arrays = {"prompt_tokens": one[None], "prompt_lens": one, "slots": one}
+    for name in (*arrays, "top_k", "seeds"):
+        for dtype in ("float32", "bool"):
+            wrong = arrays | {name: jnp.ones_like(arrays.get(name, one), dtype)}
+            message = f"{name} must be integers, got {dtype}"
+            with pytest.raises(ValueError, match=message):
+                pj.generate(model, None, **wrong, max_new_tokens=2)
+    for stop in (1.0, [1.0], "12", ["a"], None):
+        message = r"eos_token_ids must be an integer or a list of integers, got "
+        with pytest.raises(ValueError, match=message + re.escape(repr(stop))):
+            pj.generate(
+                model, None, **arrays, max_new_tokens=2, eos_token_ids=cast(Any, stop)
+            )
+
+
+def test_generate_takes_stop_tokens_of_any_kind(checkpoint):
+    model = pj.load_model(checkpoint / "model", progress=False)
+    one = jnp.ones((1,), jnp.int32)
+
+    def count(stop):
+        arrays = (one[None], one, -one)
+        options = {"max_new_tokens": 2, "eos_token_ids": stop}
+        tokens, counts = pj.generate(model, None, *arrays, **options)
+        return int(tokens[0, 0]), int(counts[0])
+
+    first, without = count(())
+    assert without == 2
+    for kind in (int, np.int64, np.array, jnp.array, lambda n: [n], lambda n: {n}):
+        assert count(kind(first)) == (first, 1)
+
+
+def test_a_single_path_is_a_list_of_one(checkpoint):
+    model = pj.load_model(checkpoint / "model", progress=False)
+    expected = pj.load_adapters(model, [checkpoint / "a"])
+    for path in (checkpoint / "a", str(checkpoint / "a")):
+        pools = pj.load_adapters(model, path)
+        jax.tree.map(np.testing.assert_array_equal, pools, expected)
+
+
+@pytest.mark.parametrize("paths", [{"x": "a"}, None, [None], ["a", 3], b"a", iter("a")])
+def test_paths_of_adapters_that_are_none(checkpoint, paths):
+    model = pj.load_model(checkpoint / "model", progress=False)
+    message = r"paths must be a PEFT directory or a list .* \(of a mapping, pass list\("
+    with pytest.raises(ValueError, match=message):
+        pj.load_adapters(model, paths)
+    with pytest.raises(ValueError, match="at least one adapter, got none"):
+        pj.load_adapters(model, [])
 
 
 def test_stop_token_ends_a_row(llm, together, monkeypatch):
@@ -476,6 +524,7 @@ def test_default_sampling_of_some(llm, together, monkeypatch):
         ({"max_rank": "x"}, "max_rank must be an integer of at least 1, got 'x'"),
         ({"max_seats": 1.5}, "max_seats must be an integer of at least 1, got 1.5"),
         ({"implementation": "cuda"}, "implementation must be one of .* got 'cuda'"),
+        ({"implementation": "pallas_triton"}, "needs a GPU, the default device is a c"),
         ({"page_size": 24}, "page_size must be a power of two .* got 24"),
     ],
 )

@@ -359,6 +359,20 @@ def test_bad_shapes(change, message):
         pj.lora(**arrays, slots=jnp.zeros((4,), jnp.int32))
 
 
+@pytest.mark.parametrize("implementation", ["xla", "pallas_interpret", GPU])
+def test_no_rows(implementation):
+    x, y = jnp.zeros((0, 16)), jnp.zeros((0, 8))
+    a, b = jnp.ones((2, 4, 16)), jnp.ones((2, 8, 4))
+    slots = jnp.zeros((0,), jnp.int32)
+    add = functools.partial(pj.lora, implementation=implementation)
+    got = add(y, x, a, b, slots)
+    assert (got.shape, got.dtype) == ((0, 8), jnp.float32)
+    grad = jax.grad(lambda a: add(y, x, a, b, slots).sum())(a)
+    np.testing.assert_array_equal(grad, jnp.zeros_like(a))
+    with pytest.raises(ValueError, match=r"x must be .* = \(1, 16\)"):
+        add(y, y, a, b, slots)
+
+
 def test_slots_of_another_length():
     x, y = jnp.zeros((3, 8)), jnp.zeros((3, 16))
     with pytest.raises(ValueError, match=r"slots i32\[rows\], got y \(3, 16\).*\(2,\)"):

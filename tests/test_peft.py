@@ -17,6 +17,7 @@ from safetensors.numpy import save_file
 from punica_jax.models import MODULE_GROUPS
 from punica_jax.models._peft import (
     AdapterError,
+    make_adapter,
     read_adapter,
     read_rank,
     save_adapter,
@@ -427,6 +428,39 @@ def test_what_cannot_be_read_is_not_written(tmp_path, tensors, fields, text):
     with pytest.raises(AdapterError, match=re.escape(text)):
         save_adapter(tmp_path / "new", CONFIG, dict.fromkeys(tensors, pair), **fields)
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("pair", "got"),
+    [
+        (None, "None"),
+        (np.ones((2, 4)), "A of shape [4] and B of [4]"),
+        ((np.ones((4, 2)),), "(array("),
+        (np.ones((3, 4, 2)), "array("),
+        ((np.ones(4), np.ones((8, 4))), "A of shape [4] and B of [8, 4]"),
+        ((np.ones((4, 2)), None), "A of shape [4, 2] and B of []"),
+        (([[1, 2], [3]], np.ones((8, 4))), "([[1, 2], [3]], array("),
+        ({"A": 1, "B": 2}, "A of shape [] and B of []"),
+    ],
+)
+def test_arrays_that_are_no_pair(pair, got):
+    with pytest.raises(AdapterError) as caught:
+        make_adapter(CONFIG, {(1, Q): pair}, dtype=np.float32)
+    d_in, (d_out, *_) = CONFIG.d_in("qkv"), CONFIG.d_outs("qkv")
+    assert str(caught.value).startswith(
+        f"model.layers.1.{Q} must have a pair of arrays, A [rank, {d_in}] and B "
+        f"[{d_out}, rank], got {got}"
+    )
+
+
+def test_arrays_of_a_module_that_is_none():
+    with pytest.raises(AdapterError) as caught:
+        make_adapter(CONFIG, {(1, "z_proj"): (1, 2)}, dtype=np.float32)
+    assert str(caught.value) == (
+        "the base model has no module (1, 'z_proj'); a module is (layer, name) or a "
+        f"path such as 'model.layers.0.{Q}', with layers 0 to {CONFIG.num_layers - 1} "
+        "and q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj"
+    )
 
 
 def test_a_file_that_shrinks_or_is_closed_is_named(tmp_path):

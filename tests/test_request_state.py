@@ -129,6 +129,12 @@ def test_samples_that_are_none(fields, message):
         SampleState(**({"token_ids": ()} | fields))
 
 
+@pytest.mark.parametrize("samples", [None, 3, ({},), [None]])
+def test_a_state_of_what_are_no_samples(samples):
+    with pytest.raises(ValueError, match="samples must be SampleStates, got "):
+        dataclasses.replace(STATE, samples=samples)
+
+
 def without(name, **deeper):
     fields = json.loads(STATE.to_json())
     at = fields[deeper["inside"]] if deeper else fields

@@ -127,6 +127,8 @@ def test_several_passes():
         (jnp.zeros((3,), jnp.float32), {}, "signed integers, got float32"),
         (jnp.zeros((3,), jnp.int32), {"block_rows": 24}, "power of two .* got 24"),
         (jnp.zeros((3,), jnp.int32), {"num_slots": 0}, "at least 1, got 0"),
+        (jnp.zeros((3,), jnp.int32), {"num_slots": 4.0}, "an integer of .* got 4.0"),
+        (jnp.zeros((3,), jnp.int32), {"num_slots": "4"}, "an integer of .* got '4'"),
         (
             jnp.zeros((3,), jnp.int32),
             {"weights": jnp.ones((2,))},
@@ -149,6 +151,12 @@ def test_slots_of_any_kind():
     for slots in (plain, np.array(plain), jnp.asarray(plain)):
         segments = segment_metadata(slots, num_slots=2)
         np.testing.assert_array_equal(segments.rows, [[0, 2, 1]])
+
+
+def test_weights_of_any_kind():
+    for weights in ([0.5, 2], np.array([0.5, 2]), jnp.asarray([0.5, 2])):
+        segments = segment_metadata([1, 0], weights, num_slots=2)
+        np.testing.assert_array_equal(segments.weights, [[2, 0.5]])
 
 
 def test_popularity_is_punicas():

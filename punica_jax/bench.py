@@ -27,6 +27,9 @@ _RANK = 16
 _NUM_SETS = 8
 # Calls that go through all sets, enqueued before one wait.
 _NUM_CALLS = 20
+_CAPTION = (
+    "GB: weights, keys and values, and adapters, each read once, the least a step takes"
+)
 
 
 def gather_lora(y: Array, x: Array, index: Array, a: Array, b: Array, d_outs: Any):
@@ -160,7 +163,8 @@ def _bench(shape_name: str, rows: int, console: Console) -> None:
         f"One decode step: {shape_name} shape, {config.num_layers} layers, "
         f"{rows} rows, context {_CONTEXT}, rank {_RANK}\n{where}"
     )
-    steps = Table("adapters", "ms", "over none", "tokens/s", title=title)
+    columns = ("adapters", "ms", "over none", "tokens/s", "GB", "GB/s")
+    steps = Table(*columns, title=title, caption=_CAPTION)
     base_s = 0.0
     for popularity in (None, "identical", "distinct"):
         sizes = segment_sizes(popularity, rows) if popularity else []
@@ -174,11 +178,15 @@ def _bench(shape_name: str, rows: int, console: Console) -> None:
                 repeats=repeats,
             )
         base_s = base_s or times.median_s
+        num_bytes = bench.backbone_bytes(rows, _CONTEXT)
+        num_bytes += bench.adapter_bytes([_RANK] * len(sizes))
         steps.add_row(
             label,
             f"{times.median_s * 1e3:.3f}",
             f"{100 * (times.median_s / base_s - 1):+.1f} %",
             f"{rows / times.median_s:.0f}",
+            f"{num_bytes / 1e9:.3f}",
+            f"{num_bytes / times.median_s / 1e9:.1f}",
         )
     with console.status("Timing the product alone"):
         products = time_products(config.hidden_size, rows, dtype, repeats)
@@ -186,9 +194,10 @@ def _bench(shape_name: str, rows: int, console: Console) -> None:
         f"y += x A B: {config.hidden_size} -> {config.hidden_size}, rank {_RANK}, "
         f"{rows} rows, every row another adapter"
     )
-    table = Table("method", "us", "of the gather", title=title)
+    table = Table("method", "us", "of the gather", "GB/s", title=title)
+    num_bytes = 2 * rows * _RANK * config.hidden_size * bench.dtype.itemsize
     for name, seconds in products.items():
-        ratio = seconds / products["XLA gather"]
-        table.add_row(name, f"{seconds * 1e6:.1f}", f"{ratio:.2f}")
+        ratio, speed = seconds / products["XLA gather"], num_bytes / seconds / 1e9
+        table.add_row(name, f"{seconds * 1e6:.1f}", f"{ratio:.2f}", f"{speed:.1f}")
     console.print(steps)
     console.print(table)

@@ -3,6 +3,7 @@
 import functools
 import io
 import itertools
+import re
 from types import SimpleNamespace
 
 import jax
@@ -65,6 +66,17 @@ def test_command_prints_both_tables(monkeypatch):
     for line in ("none", "identical (1)", "distinct (3)", "punica-jax", "XLA gather"):
         assert line in text
     assert "cpu, JAX" in text and "float32" in text
+    made = bench_model.BenchModel(
+        bench_model.make_config(TINY),
+        max_rows=3,
+        max_context=128,
+        ranks=[16] * 3,
+        dtype=jnp.float32,
+    )
+    least = made.backbone_bytes(3, 128) + made.adapter_bytes([16] * 3)
+    assert re.search(
+        rf"distinct \(3\) │ [\d.]+ │ \S+ % │ \d+ │ {least / 1e9:.3f} │", text
+    )
 
 
 def test_command_line(monkeypatch):

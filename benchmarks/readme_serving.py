@@ -149,7 +149,7 @@ def cold(results: Path) -> str:
                 _number(row["ms"], 1),
                 _number(row["slowest_load_ms"], 1),
                 _number(row.get("median_ms"), 2),
-                _number(row.get("slowest_over_median"), 2),
+                _slowest(row),
             ],
         )
         for row in sorted(rows, key=lambda row: (row["shape"], row["beside"]))
@@ -158,9 +158,17 @@ def cold(results: Path) -> str:
         "Cold adapters, from disk (their pages cached by the system) and from the "
         "host's memory, alone and beside requests that decode: milliseconds from "
         "asking until a step with one can begin, its copy through, median and slowest; "
-        "the others' median decode step, and the slowest during a load over it"
+        "the others' median decode step, and the slowest during a load over it "
+        "(frozen: Python's collector leaves alone what was there before)"
     )
     return by_record(title, columns, lines)
+
+
+def _slowest(row: Record) -> str:
+    if "slowest_over_median" not in row:
+        return ""
+    collector = f" ({row['collector']})" if "collector" in row else ""
+    return f"{row['slowest_over_median']:.2f}{collector}"
 
 
 def copy(results: Path) -> str:

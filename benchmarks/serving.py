@@ -22,10 +22,11 @@ ended a step when the host came to wait for it: `busy` is at least so much.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import gc
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,17 @@ def run_trace(cases: Cases, args: argparse.Namespace, add: Callable[..., None]) 
         add("trace", method="group_swap", **cases.group_swap(popularity))
 
 
+@contextlib.contextmanager
+def _frozen() -> Iterator[None]:
+    """Keep Python's collector from what is there: see docs/engine.md."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
 def run(args: argparse.Namespace, add: Callable[..., None]) -> None:
     bench, sizes = make_bench(args)
     cases = Cases(
@@ -136,10 +148,7 @@ def run(args: argparse.Namespace, add: Callable[..., None]) -> None:
             add("batch", **cases.batch(popularity, *args.batch, shape=args.shape))
     if not {"cold", "churn"} & set(args.parts):
         return
-    # As docs/engine.md advises servers: a full collection takes as long as some steps.
-    gc.collect()
-    gc.freeze()
-    with tempfile.TemporaryDirectory(prefix="punica-jax-") as name:
+    with _frozen(), tempfile.TemporaryDirectory(prefix="punica-jax-") as name:
         folder = Path(name)
         count = max(args.adapters, args.loads + args.seats)
         write_adapters(folder, bench.config, bench.dtype, count)
@@ -147,13 +156,12 @@ def run(args: argparse.Namespace, add: Callable[..., None]) -> None:
             add("copy", **cases.copy(folder))
             for beside in (0, args.seats - 1):
                 for record in cases.cold(folder, args.loads, beside):
-                    add("cold", **record)
+                    add("cold", collector="frozen", **record)
         if "churn" in args.parts:
             for law in LAWS:
                 for where in (None, folder):
                     fields = cases.churn(where, law, args.adapters, args.slots)
                     add("churn", **fields)
-    gc.unfreeze()
 
 
 def show(records: Sequence[dict[str, Any]]) -> None:

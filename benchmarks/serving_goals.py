@@ -92,8 +92,11 @@ def _cold(records: Sequence[Record]) -> list[Record]:
     found: list[Record] = []
     for record in _of(records, "cold"):
         if record["beside"]:
+            what = f"loads from {record['tier']}"
+            if "collector" in record:
+                what += f", collector {record['collector']}"
             found += _goal(
-                f"loads from {record['tier']}: slowest decode step over the median",
+                f"{what}: slowest decode step over the median",
                 record["slowest_over_median"],
                 most=MOST_OVER_MEDIAN,
             )

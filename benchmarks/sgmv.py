@@ -86,7 +86,11 @@ def launch_ours(y, rows, page_table, x, pool: LoraPool, segments: Segments) -> A
 
 
 def launch_ours_rows(y, rows, page_table, x, pool: LoraPool, segments: Segments):
-    """Do so with the expand that a decode step of so few rows runs."""
+    """Do so with the expand that a decode step of so few rows runs.
+
+    Every set has a page table of its own, so each row's pages are looked up for every
+    launch; a step does it once.
+    """
     shrunk = _fused.Shrunk(*_shrink(rows, page_table, x, pool, segments))
     return _row_expand.expand(y, shrunk, interpret=_interprets())
 

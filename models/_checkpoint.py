@@ -96,7 +96,7 @@ def load_model(
         configuration. Nothing has been put on the device then, unless reading itself
         failed.
       ConfigError: `config.json` is missing, broken or not supported.
-      ValueError: `dtype` is none of the three, or `path` no path.
+      ValueError: `dtype` is none of the three, or `path` is not a path.
     """
     check_dtype(dtype)
     if not isinstance(path, str | os.PathLike):

@@ -159,13 +159,15 @@ class LoraLinear(nnx.Module):
 
 
 def _check_lora(lora: Any) -> None:
+    if lora is None:
+        return
     parts = lora if isinstance(lora, tuple | list) else [lora]
-    kinds = tuple(type(part) for part in parts)
-    if lora is not None and kinds != (LoraPool, Segments):
+    kinds = LoraPool, Segments
+    if len(parts) != 2 or not all(map(isinstance, parts, kinds)):
         raise ValueError(
             "lora must be (pool, segments), a LoraPool such as pools.layer(i).qkv and "
             "what segment_metadata returns, or None, got "
-            f"({', '.join(kind.__name__ for kind in kinds)})"
+            f"({', '.join(type(part).__name__ for part in parts)})"
         )
 
 

@@ -219,13 +219,12 @@ def _as_files(
 
 def _factors(module: BaseModule, pair: Any) -> tuple[np.ndarray, np.ndarray]:
     """Return a module's A and B as arrays; their sizes are checked with all others."""
-    try:
+    got = reprlib.repr(pair)
+    if isinstance(pair, tuple | list) and len(pair) == 2:
         a, b = map(np.asarray, pair)
         if a.ndim == b.ndim == 2:
             return a, b
         got = f"A of shape {list(a.shape)} and B of {list(b.shape)}"
-    except (TypeError, ValueError):  # no pair, or ragged lists
-        got = reprlib.repr(pair)
     raise AdapterError(
         f"{module.path} must have a pair of arrays, A [rank, {module.d_in}] and B "
         f"[{module.d_out}, rank], got {got}"

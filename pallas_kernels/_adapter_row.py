@@ -126,11 +126,10 @@ class AdapterRow:
 
     def _v_of(self, parts: Sequence[Array]) -> Array:
         """Return `f32[16, 1, 1]`, in every lane, rounded as B is."""
-        _, b_ref, *others = self._refs
-        v = add_splits(parts).sum(axis=1)
-        if len(others) > 5:
-            v = v * others[5][0, self._entry]
-        return v.astype(b_ref.dtype).astype(jnp.float32)[:, None, None]
+        v, dtype = add_splits(parts).sum(axis=1), self._refs[1].dtype
+        if len(self._refs) > 7:
+            v = v * self._refs[7][0, self._entry]
+        return v.astype(dtype).astype(jnp.float32)[:, None, None]
 
 
 def columns_of(block_n: int) -> Array:

@@ -69,7 +69,7 @@ class Shrunk:
         """What a launch takes whose programs have a row each.
 
         Its tables are each entry's own: no program waits for a slot before it looks up
-        pages, 0.2 us of a launch. XLA makes them once for all layers of a step.
+        pages, 0.2 us of a launch. XLA makes them once for all layers of a pool.
         """
         pool, slots = self.pool, self.segments.slots
         known = jnp.maximum(slots[0], 0)

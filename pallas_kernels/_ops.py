@@ -70,13 +70,15 @@ def segment_metadata(
         raise ValueError(
             f"weights must have the shape of slots {slots.shape}, got {weights.shape}"
         )
-    if not isinstance(num_slots, int | np.integer) or num_slots < 1:
+    integer = int | np.integer
+    if not isinstance(num_slots, integer) or num_slots < 1:
         raise ValueError(
             f"num_slots must be an integer of at least 1, got {num_slots!r}"
         )
-    if block_rows < 16 or block_rows & (block_rows - 1):
+    is_integer = isinstance(block_rows, integer)
+    if not is_integer or block_rows < 16 or block_rows & (block_rows - 1):
         raise ValueError(
-            f"block_rows must be a power of two of at least 16, got {block_rows}"
+            f"block_rows must be a power of two of at least 16, got {block_rows!r}"
         )
     implementation = resolve(implementation)
     slots = jnp.atleast_2d(slots.astype(jnp.int32).T)

@@ -60,7 +60,7 @@ class AdapterPages:
     takes 7.8 us; with the shrink's pages one by one 10.4, with the expand's 15.0.
     """
 
-    page_table_ref: Any  # i32[slots, max_pages]
+    page_table_ref: Any  # i32[slots, max_pages]; a row's programs: entries for slots
     slot: Array
     count: Array
     first: Array | int  # page of the layer

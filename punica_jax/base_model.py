@@ -140,7 +140,7 @@ class BaseModel:
 
 
 def _resolve_on(device: Any, implementation: str | None) -> Implementation:
-    """Return what runs on a device, which a program for another one may not be."""
+    """Return the implementation; a GPU's kernels are refused on any other device."""
     resolved = resolve(implementation)
     if resolved == "pallas_triton" and device.platform != "gpu":
         raise ValueError(

@@ -207,9 +207,9 @@ class Engine:
         is new; the completions are whole.
 
         Raises:
-          ValueError: the state is none, or contradicts itself, or the adapter of its
-            name has other weights here: digests tell, as soon as they are known on both
-            sides; until then it goes on. And as `generate`.
+          ValueError: it is no `RequestState`, or contradicts itself, or the adapter of
+            its name has other weights here: digests tell, as soon as they are known on
+            both sides; until then it goes on. And as `generate`.
         """
         check_state(state)
         fields = state.prompt_token_ids, state.adapter, state.sampling, state.terms

@@ -49,9 +49,11 @@ def lora(
             f"{slots.shape}"
         )
     if not slots.size:
+        if x.ndim != 2 or x.size:
+            raise ValueError(f"x must be [0, d_in], as y has no rows, got {x.shape}")
         # Products need a row: one of no adapter comes, and goes again.
         y, x = (jnp.pad(array, ((0, 1), (0, 0))) for array in (y, x))
-        idle = jnp.full((1,), -1, jnp.int32)
+        idle = jnp.pad(slots, (0, 1), constant_values=-1)
         return lora(y, x, a, b, idle, implementation=implementation)[:0]
     pool = pallas_kernels.pack_adapters(a, b)
     segments = pallas_kernels.segment_metadata(

@@ -3,11 +3,11 @@
 Knows token arrays; nothing of text, files or requests. `LLM` is the form that streams.
 """
 
-import operator
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence, Set
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jaxtyping import Float, Int, UInt
 
@@ -15,6 +15,8 @@ from punica_jax.batch import Batch
 from punica_jax.models import KvCache, Llama, LoraPools, SeqTable
 from punica_jax.sampling import sample
 from punica_jax.step import StepResult, run_step
+
+_INTEGER = int | np.integer
 
 
 def generate(
@@ -25,7 +27,7 @@ def generate(
     slots: Int[Array, "seqs"],
     *,
     max_new_tokens: int,
-    eos_token_ids: int | Collection[int] = (),
+    eos_token_ids: int | Collection[int] | Int[Array, "..."] = (),
     temperature: Float[Array, "seqs"] | None = None,
     top_k: Int[Array, "seqs"] | None = None,
     top_p: Float[Array, "seqs"] | None = None,
@@ -47,8 +49,7 @@ def generate(
       prompt_lens: 1 to max_prompt. Data, so not checked, like slots and seeds.
       slots: each sequence's adapter; -1, or anything that is no slot, for none.
       max_new_tokens: most new tokens, at least 1 (static).
-      eos_token_ids: a token that ends a sequence, or several; the last one is kept
-        (static).
+      eos_token_ids: a token that ends a sequence, or several; the last one is kept.
       temperature: 0 (the default) is greedy, and then no filter matters.
       top_k: draw from the k most likely tokens; 0 or less is off.
       top_p: draw from the fewest most likely tokens that hold this share of what
@@ -89,11 +90,14 @@ def generate(
         if vector is not None and jnp.shape(vector) != (seqs,):
             raise ValueError(f"{name} must be [{seqs}], got {jnp.shape(vector)}")
     _check_integers({"prompt_tokens": prompt_tokens, **vectors})
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
-    if page_size < 16 or page_size & (page_size - 1):
+    if not isinstance(max_new_tokens, _INTEGER) or max_new_tokens < 1:
         raise ValueError(
-            f"page_size must be a power of two of at least 16, got {page_size}"
+            f"max_new_tokens must be an integer of at least 1, got {max_new_tokens!r}"
+        )
+    is_integer = isinstance(page_size, _INTEGER)
+    if not is_integer or page_size < 16 or page_size & (page_size - 1):
+        raise ValueError(
+            f"page_size must be a power of two of at least 16, got {page_size!r}"
         )
     limit = model.config.max_position_embeddings
     if max_prompt + max_new_tokens > limit:
@@ -134,10 +138,7 @@ def generate(
         )
 
     def ends(tokens):
-        stop = jnp.zeros((seqs,), bool)
-        for token in stops:
-            stop |= tokens == token
-        return stop
+        return jnp.isin(tokens, stops)
 
     rows = _ragged_rows(prompt_tokens, prompt_lens, slots)
     prefill = batch_of(*rows, prompt_lens, max_prompt)
@@ -166,23 +167,30 @@ def generate(
     return new_tokens, counts
 
 
-def _token_ids(ids: Any) -> tuple[int, ...]:
+def _token_ids(ids: Any) -> Array:
+    """Return `i32[n]` of a token or several, which may be traced."""
+    is_list = isinstance(ids, Sequence | Set) and not isinstance(ids, str)
     try:
-        is_one = isinstance(ids, int) or getattr(ids, "ndim", 1) == 0
-        several: Any = (ids,) if is_one else ids
-        return tuple(map(operator.index, several))
-    except TypeError as error:
+        array = jnp.asarray(list(ids) if is_list else ids)
+    except (TypeError, ValueError):  # JAX's, of what is no array
+        array = None
+    if array is None or array.ndim > 1 or (array.size and not _are_integers(array)):
         raise ValueError(
             f"eos_token_ids must be an integer or a list of integers, got {ids!r}"
-        ) from error
+        )
+    return array.reshape(-1).astype(jnp.int32)
+
+
+def _are_integers(array: Any) -> bool:
+    return jnp.issubdtype(jnp.asarray(array).dtype, jnp.integer)
 
 
 def _check_integers(arrays: Mapping[str, Any]) -> None:
     """Raise ValueError if one would be cast to integers: floats, True and False."""
     for name in ("prompt_tokens", "prompt_lens", "slots", "top_k", "seeds"):
         array = arrays[name]
-        dtype = None if array is None else jnp.asarray(array).dtype
-        if dtype is not None and not jnp.issubdtype(dtype, jnp.integer):
+        if array is not None and not _are_integers(array):
+            dtype = jnp.asarray(array).dtype
             raise ValueError(f"{name} must be integers, got {dtype}; cast them")
 
 

@@ -4,7 +4,7 @@ For callers who hold a model themselves; `LLM` loads and unloads by name instead
 """
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 
 from punica_jax.device_pools import DevicePools
 from punica_jax.models import (
@@ -37,8 +37,8 @@ def load_adapters(
     kinds = (str, os.PathLike)
     if isinstance(paths, kinds):
         paths = [paths]
-    several = isinstance(paths, Collection) and not isinstance(paths, Mapping)
-    if not several or not all(isinstance(path, kinds) for path in paths):
+    is_list = isinstance(paths, Sequence)
+    if not is_list or not all(isinstance(path, kinds) for path in paths):
         raise ValueError(
             "paths must be a PEFT directory or a list of them, whose order is that of "
             f"the slots (of a mapping, pass list(adapters.values())), got {paths!r}"

@@ -99,7 +99,7 @@ class RequestState:
         samples: where each of its `n` completions stands.
 
     Raises:
-        ValueError: the samples are none.
+        ValueError: `samples` holds something else than `SampleState`s.
     """
 
     prompt_token_ids: tuple[int, ...]

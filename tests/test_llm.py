@@ -106,7 +106,7 @@ def test_generate_checks_its_arguments(checkpoint):
         pj.generate(model, None, one, one, one, max_new_tokens=2)
     with pytest.raises(ValueError, match=r"slots must be \[1\], got \(2,\)"):
         pj.generate(model, None, one[None], one, jnp.ones((2,)), max_new_tokens=2)
-    with pytest.raises(ValueError, match="max_new_tokens must be at least 1, got 0"):
+    with pytest.raises(ValueError, match=r"max_new_tokens must be an integer .* 0"):
         pj.generate(model, None, one[None], one, one, max_new_tokens=0)
     with pytest.raises(ValueError, match="exceed the model's max_position_embeddin"):
         pj.generate(model, None, one[None], one, one, max_new_tokens=128)
@@ -141,6 +141,14 @@ def test_generate_takes_stop_tokens_of_any_kind(checkpoint):
     assert without == 2
     for kind in (int, np.int64, np.array, jnp.array, lambda n: [n], lambda n: {n}):
         assert count(kind(first)) == (first, 1)
+
+    @jax.jit
+    def count_traced(stop):
+        arrays = (one[None], one, -one)
+        options = {"max_new_tokens": 2, "eos_token_ids": [stop, stop + 1]}
+        return pj.generate(model, None, *arrays, **options)[1][0]
+
+    assert count_traced(first) == 1
 
 
 def test_a_single_path_is_a_list_of_one(checkpoint):

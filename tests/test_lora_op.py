@@ -369,8 +369,11 @@ def test_no_rows(implementation):
     assert (got.shape, got.dtype) == ((0, 8), jnp.float32)
     grad = jax.grad(lambda a: add(y, x, a, b, slots).sum())(a)
     np.testing.assert_array_equal(grad, jnp.zeros_like(a))
-    with pytest.raises(ValueError, match=r"x must be .* = \(1, 16\)"):
-        add(y, y, a, b, slots)
+    for wrong in (jnp.zeros((3, 16)), jnp.zeros((0,))):
+        with pytest.raises(ValueError, match=r"x must be \[0, d_in\], as y has no"):
+            add(y, wrong, a, b, slots)
+    with pytest.raises(ValueError, match="signed integers, got float32"):
+        add(y, x, a, b, slots.astype(jnp.float32))
 
 
 def test_slots_of_another_length():

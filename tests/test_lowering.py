@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 from jax import lax
-from jax.sharding import AbstractDevice, AbstractMesh
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from punica_jax.batch import Batch, Buckets
@@ -17,6 +17,7 @@ from punica_jax.models import GroupPools, KvCache, Llama, LoraPools
 from punica_jax.pallas_kernels import (
     lora,
     lora_gated,
+    lora_linear,
     lora_rotary,
     pack_adapters,
     segment_metadata,
@@ -230,21 +231,57 @@ def test_whole_step(form):
 @pytest.mark.parametrize("form", ["decode", "prefill"])
 def test_whole_step_under_shard_map_with_its_checks(form, varying):
     step, operands = whole_step(form)
-    names = ("model", "cache", "pools", "batch")
+    index = ("model", "cache", "pools", "batch").index(varying)
 
     def run(*operands):
-        operands = [
-            jax.tree.map(
-                lambda leaf: lax.pcast(jnp.asarray(leaf), "x", to="varying"), o
-            )
-            if name == varying
-            else o
-            for name, o in zip(names, operands, strict=True)
-        ]
+        operands = list(operands)
+        operands[index] = jax.tree.map(
+            lambda leaf: lax.pcast(jnp.asarray(leaf), "x", to="varying"),
+            operands[index],
+        )
         return lax.psum(step(*operands).logits, "x")
 
     sharded = jax.shard_map(run, mesh=H200, in_specs=P(), out_specs=P())
     assert lower(sharded, *operands) == lower(step, *operands)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("split", ["batch", "columns", "rows"])
+def test_gradients_are_summed_over_a_mesh_as_those_of_xlas_form(split, dtype):
+    mesh = AbstractMesh(
+        (2,), ("x",), axis_types=(AxisType.Auto,), abstract_device=H200.abstract_device
+    )
+    # Of x, the weight, A, B, slots and what is added.
+    specs, out = {
+        "batch": ((P("x"), P(), P(), P(), P("x"), P("x")), P("x")),
+        "columns": ((P(), P("x"), P(), P(None, "x"), P(), P(None, "x")), P(None, "x")),
+        "rows": ((P(None, "x"), P(None, "x"), P(None, None, "x"), P(), P(), P()), P()),
+    }[split]
+    zeros = functools.partial(jnp.zeros, dtype=dtype)
+    dense = zeros((8, 64)), zeros((96, 64)), zeros((3, 20, 64)), zeros((3, 96, 20))
+    operands = (*dense, jnp.zeros(8, jnp.int32), zeros((8, 96)))
+
+    def count(implementation):
+        def layer(x, weight, a, b, slots, residual):
+            segments = segment_metadata(
+                slots, num_slots=3, implementation=implementation
+            )
+            adapters = pack_adapters(a, b), segments
+            y = lora_linear(x, weight, adapters, implementation=implementation)
+            return (lax.psum(y, "x") if split == "rows" else y) + residual
+
+        def loss(*operands):
+            sharded = jax.shard_map(layer, mesh=mesh, in_specs=specs, out_specs=out)
+            return jnp.square(sharded(*operands).astype(jnp.float32)).sum()
+
+        gradient = jax.jit(jax.grad(loss, (0, 1, 2, 3, 5)))
+        with jax.sharding.use_abstract_mesh(mesh):
+            lowered = gradient.trace(*operands).lower(lowering_platforms=("cuda",))
+        text = lowered.as_text()
+        assert ("xla.gpu.triton" in text) == (implementation == "pallas_triton")
+        return text.count("stablehlo.all_reduce")
+
+    assert count("pallas_triton") == count("xla") > 0
 
 
 @pytest.mark.usefixtures("width")

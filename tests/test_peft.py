@@ -434,13 +434,12 @@ def test_what_cannot_be_read_is_not_written(tmp_path, tensors, fields, text):
     ("pair", "got"),
     [
         (None, "None"),
-        (np.ones((2, 4)), "A of shape [4] and B of [4]"),
+        (np.ones((2, 4)), "array("),
         ((np.ones((4, 2)),), "(array("),
         (np.ones((3, 4, 2)), "array("),
         ((np.ones(4), np.ones((8, 4))), "A of shape [4] and B of [8, 4]"),
         ((np.ones((4, 2)), None), "A of shape [4, 2] and B of []"),
-        (([[1, 2], [3]], np.ones((8, 4))), "([[1, 2], [3]], array("),
-        ({"A": 1, "B": 2}, "A of shape [] and B of []"),
+        ({"A": 1, "B": 2}, "{'A': 1, 'B': 2}"),
     ],
 )
 def test_arrays_that_are_no_pair(pair, got):

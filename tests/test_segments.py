@@ -129,6 +129,7 @@ def test_several_passes():
         (jnp.zeros((3,), jnp.int32), {"num_slots": 0}, "at least 1, got 0"),
         (jnp.zeros((3,), jnp.int32), {"num_slots": 4.0}, "an integer of .* got 4.0"),
         (jnp.zeros((3,), jnp.int32), {"num_slots": "4"}, "an integer of .* got '4'"),
+        (jnp.zeros((3,), jnp.int32), {"block_rows": "16"}, "power of two .* got '16'"),
         (
             jnp.zeros((3,), jnp.int32),
             {"weights": jnp.ones((2,))},

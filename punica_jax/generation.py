@@ -170,28 +170,27 @@ def generate(
 def _token_ids(ids: Any) -> Array:
     """Return `i32[n]` of a token or several, which may be traced."""
     is_list = isinstance(ids, Sequence | Set) and not isinstance(ids, str)
-    try:
-        array = jnp.asarray(list(ids) if is_list else ids)
-    except (TypeError, ValueError):  # JAX's, of what is no array
-        array = None
-    if array is None or array.ndim > 1 or (array.size and not _are_integers(array)):
+    parts = list(ids) if is_list else [ids]
+    if not all(map(_are_integers, parts)):
         raise ValueError(
             f"eos_token_ids must be an integer or a list of integers, got {ids!r}"
         )
-    return array.reshape(-1).astype(jnp.int32)
+    tokens = [jnp.ravel(part).astype(jnp.int32) for part in parts]
+    return jnp.concatenate([jnp.zeros(0, jnp.int32), *tokens])
 
 
-def _are_integers(array: Any) -> bool:
-    return jnp.issubdtype(jnp.asarray(array).dtype, jnp.integer)
+def _are_integers(part: Any) -> bool:
+    if isinstance(part, Array | np.ndarray | np.generic):
+        return jnp.issubdtype(part.dtype, jnp.integer)
+    return isinstance(part, int) and not isinstance(part, bool)
 
 
 def _check_integers(arrays: Mapping[str, Any]) -> None:
     """Raise ValueError if one would be cast to integers: floats, True and False."""
     for name in ("prompt_tokens", "prompt_lens", "slots", "top_k", "seeds"):
         array = arrays[name]
-        if array is not None and not _are_integers(array):
-            dtype = jnp.asarray(array).dtype
-            raise ValueError(f"{name} must be integers, got {dtype}; cast them")
+        if array is not None and not _are_integers(array := jnp.asarray(array)):
+            raise ValueError(f"{name} must be integers, got {array.dtype}; cast them")
 
 
 def _ragged_rows(

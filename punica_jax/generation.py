@@ -170,7 +170,7 @@ def generate(
 def _token_ids(ids: Any) -> Array:
     """Return `i32[n]` of a token or several, which may be traced."""
     is_list = isinstance(ids, Sequence | Set) and not isinstance(ids, str)
-    parts = list(ids) if is_list else [ids]
+    parts: list[Any] = list(ids) if is_list else [ids]
     if not all(map(_are_integers, parts)):
         raise ValueError(
             f"eos_token_ids must be an integer or a list of integers, got {ids!r}"

@@ -184,22 +184,6 @@ def test_linear_rounds_once(dtype, use_bias):
     np.testing.assert_array_equal(k, y[:, 16:])
 
 
-def test_a_pair_of_a_linear_layer_that_is_none():
-    layer = LoraLinear(16, 24, rngs=nnx.Rngs(0))
-    pool = pack_adapters(jnp.ones((3, 4, 16)), jnp.ones((3, 24, 4)))
-    segments = segment_metadata(jnp.zeros((6,), jnp.int32), num_slots=3)
-    rule = r"lora must be \(pool, segments\), a LoraPool such as pools.layer\(i\).qkv"
-    for lora, got in [
-        ((segments, pool), r"\(Segments, LoraPool\)"),
-        (pool, r"\(LoraPool\)"),
-        ((pool,), r"\(LoraPool\)"),
-        ((pool, segments, 1), r"\(LoraPool, Segments, int\)"),
-        ((pool, None), r"\(LoraPool, NoneType\)"),
-    ]:
-        with pytest.raises(ValueError, match=f"{rule} .* got {got}$"):
-            layer(jnp.ones((6, 16)), lora)
-
-
 def test_linear_adds_each_rows_own_adapter():
     layer = LoraLinear(16, 24, rngs=nnx.Rngs(0))
     a, b = unit_variance((3, 4, 16)), unit_variance((3, 24, 4), seed=1)

@@ -5,10 +5,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
 
 import punica_jax as pj
+from punica_jax.models import LoraLinear
 from punica_jax.pallas_kernels import (
     lora,
     lora_linear,
@@ -416,3 +418,19 @@ def test_bad_dtypes_and_slots():
     half = jnp.float64 if jax.config.jax_enable_x64 else jnp.int32
     with pytest.raises(ValueError, match="float32, bfloat16 or float16"):
         pj.lora(*(t.astype(half) for t in (y, x, a, b)), slots)
+
+
+def test_a_pair_of_a_linear_layer_that_is_none():
+    layer = LoraLinear(16, 24, rngs=nnx.Rngs(0))
+    pool = pack_adapters(jnp.ones((3, 4, 16)), jnp.ones((3, 24, 4)))
+    segments = segment_metadata(jnp.zeros((6,), jnp.int32), num_slots=3)
+    rule = r"lora must be \(pool, segments\), a LoraPool such as pools.layer\(i\).qkv"
+    for pair, got in [
+        ((segments, pool), r"\(Segments, LoraPool\)"),
+        (pool, r"\(LoraPool\)"),
+        ((pool,), r"\(LoraPool\)"),
+        ((pool, segments, 1), r"\(LoraPool, Segments, int\)"),
+        ((pool, None), r"\(LoraPool, NoneType\)"),
+    ]:
+        with pytest.raises(ValueError, match=f"{rule} .* got {got}$"):
+            layer(jnp.ones((6, 16)), pair)

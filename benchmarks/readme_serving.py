@@ -165,10 +165,8 @@ def cold(results: Path) -> str:
 
 
 def _slowest(row: Record) -> str:
-    if "slowest_over_median" not in row:
-        return ""
-    collector = f" ({row['collector']})" if "collector" in row else ""
-    return f"{row['slowest_over_median']:.2f}{collector}"
+    number = _number(row.get("slowest_over_median"), 2)
+    return f"{number} ({row['collector']})" if number and "collector" in row else number
 
 
 def copy(results: Path) -> str:

@@ -13,10 +13,9 @@ from jaxtyping import Float, Int, UInt
 
 from punica_jax.batch import Batch
 from punica_jax.models import KvCache, Llama, LoraPools, SeqTable
+from punica_jax.request import is_integer
 from punica_jax.sampling import sample
 from punica_jax.step import StepResult, run_step
-
-_INTEGER = int | np.integer
 
 
 def generate(
@@ -90,12 +89,11 @@ def generate(
         if vector is not None and jnp.shape(vector) != (seqs,):
             raise ValueError(f"{name} must be [{seqs}], got {jnp.shape(vector)}")
     _check_integers({"prompt_tokens": prompt_tokens, **vectors})
-    if not isinstance(max_new_tokens, _INTEGER) or max_new_tokens < 1:
+    if not is_integer(max_new_tokens) or max_new_tokens < 1:
         raise ValueError(
             f"max_new_tokens must be an integer of at least 1, got {max_new_tokens!r}"
         )
-    is_integer = isinstance(page_size, _INTEGER)
-    if not is_integer or page_size < 16 or page_size & (page_size - 1):
+    if not is_integer(page_size) or page_size < 16 or page_size & (page_size - 1):
         raise ValueError(
             f"page_size must be a power of two of at least 16, got {page_size!r}"
         )
@@ -180,9 +178,9 @@ def _token_ids(ids: Any) -> Array:
 
 
 def _are_integers(part: Any) -> bool:
-    if isinstance(part, Array | np.ndarray | np.generic):
+    if isinstance(part, Array | np.ndarray):
         return jnp.issubdtype(part.dtype, jnp.integer)
-    return isinstance(part, int) and not isinstance(part, bool)
+    return is_integer(part)
 
 
 def _check_integers(arrays: Mapping[str, Any]) -> None:

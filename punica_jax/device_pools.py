@@ -205,7 +205,7 @@ class DevicePools:
         that takes them would be compiled again.
         """
         packed, layout = self._packed(0)
-        tables, pages = jax.device_put(packed), {}
+        tables, pages = jax.device_put(packed, self._device), {}
         write = jax.jit(
             _write_packed,
             donate_argnums=0,
@@ -227,7 +227,7 @@ class DevicePools:
         # Slot 0 is empty and page 0 free: writing zeros there changes nothing. Copied
         # all at once, as adapters are: the first time, a GPU's driver locks host memory
         # for it, and steps would have to wait for that (50 ms on an H200's host).
-        copies = jax.block_until_ready(jax.device_put(pages))
+        copies = jax.block_until_ready(jax.device_put(pages, self._device))
         self._write(StagedAdapter(copies, tables))
         self._show(tables)
 

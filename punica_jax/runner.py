@@ -123,21 +123,28 @@ class Runner:
           implementation: see `pallas_kernels.resolve`.
         """
         self.implementation = resolve(implementation)
-        self._weights, self._structure = jax.tree.flatten(nnx.split(model))
-        self._cache = KvCache.zeros(model.config, num_kv_pages, page_size, model.dtype)
-        self.adapters = DevicePools(
-            LoraPools.zeros(
-                model.config,
-                num_slots=num_slots,
-                num_pages=num_rank_pages,
-                max_rank=max_rank,
-                dtype=model.dtype,
-            )
+        weights, self._structure = jax.tree.flatten(nnx.split(model))
+        # Bound to a device: other arrays would follow `jax.default_device` of whoever
+        # calls a step, by a copy each time.
+        bind = functools.partial(
+            jax.device_put, device=next(iter(weights[0].devices()))
         )
+        self._weights = bind(weights)
+        self._cache = bind(
+            KvCache.zeros(model.config, num_kv_pages, page_size, model.dtype)
+        )
+        pools = LoraPools.zeros(
+            model.config,
+            num_slots=num_slots,
+            num_pages=num_rank_pages,
+            max_rank=max_rank,
+            dtype=model.dtype,
+        )
+        self.adapters = DevicePools(bind(pools))
         self.vocab_size = model.config.vocab_size
-        self._seats = Seats.zeros(num_seats, self.vocab_size)
-        self._counts = jnp.zeros((num_seats, self.vocab_size), jnp.int32)
-        self._newest = jnp.zeros(num_seats, jnp.int32)  # token of each seat
+        self._seats = bind(Seats.zeros(num_seats, self.vocab_size))
+        self._counts = bind(jnp.zeros((num_seats, self.vocab_size), jnp.int32))
+        self._newest = bind(jnp.zeros(num_seats, jnp.int32))  # token of each seat
         on_gpu = self.implementation == "pallas_triton"
         make_step = functools.partial(
             jax.jit,

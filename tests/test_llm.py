@@ -411,6 +411,24 @@ def test_nothing_is_compiled_twice(checkpoint, compiles):
     assert llm._runner._step._cache_size() == len(steps)
 
 
+def test_it_stays_on_the_device_it_was_made_on(checkpoint):
+    first, *_, last = jax.devices()
+    assert first != last
+    with jax.default_device(last):
+        llm = pj.LLM(checkpoint / "model", max_seats=1)
+    draw = pj.SamplingParams(max_new_tokens=3, temperature=0.7, seed=3, logprobs=1)
+    runner = llm._runner
+    before = {leaf.unsafe_buffer_pointer() for leaf in runner._weights}
+    with jax.transfer_guard_device_to_device("disallow"):
+        llm.load_adapter("a", checkpoint / "a")
+        llm.generate("hello", "a", draw)
+    assert {leaf.unsafe_buffer_pointer() for leaf in runner._weights} == before
+    state = runner._weights, runner._cache, runner.adapters.pools, runner._seats
+    state = *state, runner._counts, runner._newest
+    for leaf in jax.tree.leaves(state):
+        assert leaf.devices() == {last}
+
+
 def spoil(source, target, value):
     """Copy an adapter with one bad value."""
     target.mkdir()

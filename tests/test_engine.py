@@ -369,7 +369,15 @@ def test_an_id_that_was_made_is_nobodys(root):
         assert len({got.text for [got] in run(main())}) == 1
 
 
-@pytest.mark.parametrize("option", ["device", "precision", "rank", "x64"])
+@pytest.mark.parametrize(
+    "option",
+    [
+        "device",
+        pytest.param("precision", marks=pytest.mark.slow),
+        pytest.param("rank", marks=pytest.mark.slow),
+        "x64",
+    ],
+)
 def test_its_thread_has_the_configuration_of_who_made_it(root, compiles, option):
     """Weights, cache and programs are where and what they were made to be."""
     last = jax.devices()[-1]

@@ -411,6 +411,7 @@ def test_nothing_is_compiled_twice(checkpoint, compiles):
     assert llm._runner._step._cache_size() == len(steps)
 
 
+@pytest.mark.slow  # an `Engine` made so is tested by default
 def test_it_stays_on_the_device_it_was_made_on(checkpoint):
     first, *_, last = jax.devices()
     assert first != last

@@ -114,6 +114,7 @@ def test_gradients_in_half_precision(dtype, implementation):
         assert error <= 1e-2 * jnp.linalg.norm(want)
 
 
+@pytest.mark.slow  # the dense products' gradients are compared by default
 def test_gradients_against_finite_differences():
     slots, arrays, direction = gradient_inputs()
     segments = segment_metadata(jnp.asarray(slots), num_slots=3)
@@ -221,7 +222,10 @@ def test_a_layer_among_others_is_bitwise_the_layer_alone(dtype, implementation):
             np.testing.assert_array_equal(found, expected)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    "implementation",
+    [pytest.param("xla", marks=pytest.mark.slow), "pallas_interpret", GPU],
+)
 def test_integers_of_64_bits_change_nothing(implementation):
     slots, (y, x, a, b, weights), dy = gradient_inputs()
 

@@ -7,6 +7,7 @@ import pytest
 from benchmarks import scheduling
 
 
+@pytest.mark.slow
 def test_every_policy_is_timed_in_every_case(tmp_path):
     out = tmp_path / "records.jsonl"
     words = ["--running", "3", "--waiting", "7", "--tenants", "2", "--steps", "4"]

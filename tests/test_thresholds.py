@@ -151,7 +151,7 @@ def test_nucleus_of_exact_weights(heavy, share):
 
 
 @every_size
-@pytest.mark.parametrize("k", [None, 20])
+@pytest.mark.parametrize("k", [None, pytest.param(20, marks=pytest.mark.slow)])
 def test_nucleus_is_that_of_sorting(implementation, vocab, k):
     values = _awkward(vocab)
     rows = len(values)

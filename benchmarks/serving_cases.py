@@ -289,13 +289,15 @@ class Cases:
     def _steady(
         self, server: Server, requests: Iterator[Request]
     ) -> tuple[list[Step], list[Answer]]:
-        """Serve for the window's seconds from when all seats have begun."""
+        """Serve for the window's seconds, and a step, from when all seats have begun."""
         window: list[tuple[float, int]] = []
 
         async def until() -> None:
             await _until(lambda: len(server.answers) >= self._seats)
-            window.append((time.monotonic(), len(server.steps) - 1))
+            first = len(server.steps)
+            window.append((time.monotonic(), first - 1))
             await asyncio.sleep(self._seconds)
+            await _until(lambda: len(server.steps) > first)  # a slow step takes longer
             window.append((time.monotonic(), len(server.steps)))
 
         asyncio.run(server.serve(requests, self._seats, until()))

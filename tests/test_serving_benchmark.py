@@ -271,6 +271,13 @@ def test_trace(tmp_path, monkeypatch):
         assert one["tokens_per_s"] * one["seconds"] == pytest.approx(count)
 
 
+@pytest.mark.slow
+def test_a_window_has_a_step_however_slow_it_is(tmp_path, monkeypatch):
+    words = "--parts trace --popularity identical --swap-steps 1 --seconds 0"
+    for record in of(run(tmp_path, monkeypatch, words), "trace"):
+        assert record["steps"] >= 1 and record["tokens_per_s"] > 0
+
+
 def test_a_batch_that_is_too_long_is_refused(capsys):
     with pytest.raises(SystemExit):
         serving.main(["--batch", "512", "128", "--max-len", "600"])

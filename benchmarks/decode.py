@@ -91,9 +91,31 @@ class Case:
 
 
 def parse_contexts(text: str) -> tuple[int, ...]:
-    """Read `512` or `512..640`."""
+    """Read `512` or `512..640`.
+
+    Raises:
+      argparse.ArgumentTypeError: it is neither.
+    """
     first, _, last = text.partition("..")
-    return tuple(range(int(first), int(last or first) + 1, _SPAN_STRIDE))
+    ends = first, last or first
+    if not all(end.isdecimal() for end in ends) or not 1 <= int(first) <= int(ends[1]):
+        raise argparse.ArgumentTypeError(f"must be N or N..M, N from 1, got {text!r}")
+    return tuple(range(int(first), int(ends[1]) + 1, _SPAN_STRIDE))
+
+
+def parse_ranks(text: str) -> tuple[int, ...]:
+    """Read `16` or `8,16,64`; raises as `parse_contexts`."""
+    ranks = text.split(",")
+    if not all(rank.isdecimal() and int(rank) >= 1 for rank in ranks):
+        raise argparse.ArgumentTypeError(f"must be N or N,N,... from 1, got {text!r}")
+    return tuple(map(int, ranks))
+
+
+def parse_count(text: str) -> int:
+    """Read an integer of at least 1; raises as `parse_contexts`."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be an integer from 1, got {text!r}")
+    return int(text)
 
 
 def batches_of(bench: BenchModel, case: Case, method: str) -> list[Batch]:
@@ -302,18 +324,24 @@ def main(words: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_model_options(parser)
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 32])
-    parser.add_argument("--contexts", nargs="+", default=["512"], help="N or N..M")
+    parser.add_argument("--rows", type=parse_count, nargs="+", default=[1, 32])
+    parser.add_argument(
+        "--contexts", type=parse_contexts, nargs="+", default=[(512,)], help="N or N..M"
+    )
     parser.add_argument("--popularity", nargs="+", choices=POPULARITIES)
     parser.add_argument("--methods", nargs="+", choices=METHODS)
-    parser.add_argument("--ranks", nargs="+", default=["16"], help="N or N,N,...")
-    parser.add_argument("--steps", type=int, default=20, help="enqueued at a time")
-    parser.add_argument("--repeats", type=int, default=9, help="the median counts")
+    parser.add_argument(
+        "--ranks", type=parse_ranks, nargs="+", default=[(16,)], help="N or N,N,..."
+    )
+    parser.add_argument(
+        "--steps", type=parse_count, default=20, help="enqueued at a time"
+    )
+    parser.add_argument(
+        "--repeats", type=parse_count, default=9, help="the median counts"
+    )
     Log.add_options(parser)
     args = parser.parse_args(words)
-    contexts = [parse_contexts(text) for text in args.contexts]
-    rank_plans = [tuple(map(int, text.split(","))) for text in args.ranks]
-    rank_plans += [(min(plan),) for plan in rank_plans]
+    rank_plans = [*args.ranks, *((min(plan),) for plan in args.ranks)]
     # A plan of one rank comes first: mixed ones are compared with it.
     rank_plans = sorted(set(rank_plans), key=lambda plan: (len(plan), plan))
     log = Log(args)
@@ -327,11 +355,11 @@ def main(words: Sequence[str] | None = None) -> None:
             args.shape,
             args.layers,
             [rows],
-            max(map(max, contexts)),
+            max(map(max, args.contexts)),
             ranks=most.adapter_ranks,
             max_rank=max(64, *itertools.chain(*rank_plans)),
         )
-        for span in contexts:
+        for span in args.contexts:
             cases = [
                 Case(rows=rows, contexts=span, popularity=popularity, ranks=ranks)
                 for ranks in rank_plans

@@ -4,6 +4,7 @@ Pure functions of records; knows nothing of how they were measured.
 """
 
 import dataclasses
+import itertools
 import math
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
@@ -11,10 +12,18 @@ from collections.abc import Iterable, Iterator, Sequence
 from benchmarks import peers
 from benchmarks.device_time import PEAK_BYTES_PER_S, is_host_bound
 from benchmarks.provenance import Record
-from punica_jax.pallas_kernels.shapes import LLAMA_2_7B
+from punica_jax.pallas_kernels.shapes import LLAMA_2_7B, LLAMA_3_1_8B
 
 # What is allowed over backbone and adapters' bytes, by rows.
 EXTRA_MS = {1: 0.15, 32: 0.20, 64: 0.35, 128: 0.35}
+# Where a step's cost is judged: shape, rows, popularities.
+JUDGED = (
+    (LLAMA_2_7B.name, 1, ("identical",)),
+    (LLAMA_2_7B.name, 32, ("identical", "distinct")),
+    (LLAMA_2_7B.name, 64, ("uniform", "skewed")),
+    (LLAMA_2_7B.name, 128, ("uniform", "skewed")),
+    (LLAMA_3_1_8B.name, 32, ("identical", "distinct")),
+)
 # A batch of mixed ranks against one of its least rank, the others' bytes aside.
 RANK_SLACK = 1.02
 # Host time of a step's launch.
@@ -28,10 +37,11 @@ _OF_XLA = ("gather", "ragged_dot")
 _NOT_CHOOSING = ("logprobs",)
 # The batch whose step with as many adapters is to beat vLLM's with none.
 HEADLINE_ROWS = 32
-# The backbone's step over its bytes, at rows and context.
+# The context of steps, but for the headline's.
+CONTEXT = 512
+# The backbone's step over its bytes, at rows.
 MOST_OVER_FLOOR = 1.15
 FLOOR_ROWS = (1, 32)
-FLOOR_CONTEXT = 512
 # A product over the best of others' kernels, in the geometric mean over cells.
 MOST_OF_PEER = 0.75
 # A product over PyTorch's loop over adapters, where that beats every kernel.
@@ -95,14 +105,12 @@ def judge_sampling(record: Record, steps: Iterable[Record]) -> Record:
       The record, with `step_ms` and `share` where there is such a step, and `goal` and
       `met` where the goal speaks of it, and the time is the device's.
     """
-    wanted = {"shape": LLAMA_2_7B.name, "rows": record["rows"], "context": 512}
-    wanted |= {"popularity": "none"}
-    found = [one for one in steps if wanted.items() <= one.items()]
-    if not found:
+    step = step_drawn_from(record, steps)
+    if step is None:
         return record
     further = record["vocab"] - LLAMA_2_7B.vocab_size
     head_s = 2 * further * LLAMA_2_7B.hidden_size / PEAK_BYTES_PER_S
-    step_ms = found[-1]["step_ms"] + head_s * 1e3
+    step_ms = step["step_ms"] + head_s * 1e3
     share = record["us"] * 1e-3 / step_ms
     judged = {**record, "step_ms": step_ms, "share": share}
     is_of_host = is_host_bound(record["us"], record.get("launch_us", 0.0))
@@ -113,18 +121,30 @@ def judge_sampling(record: Record, steps: Iterable[Record]) -> Record:
     return judged
 
 
-def goals(steps: Sequence[Record], cells: Iterable[Record]) -> list[Goal]:
-    """Judge each goal of which something was measured.
+def step_drawn_from(record: Record, steps: Iterable[Record]) -> Record | None:
+    """Return the step of which `judge_sampling` takes a share, if there is one."""
+    wanted = {"shape": LLAMA_2_7B.name, "rows": record["rows"], "context": CONTEXT}
+    wanted |= {"popularity": "none"}
+    found = [one for one in steps if wanted.items() <= one.items()]
+    return found[-1] if found else None
+
+
+def goals(
+    steps: Sequence[Record], cells: Iterable[Record], mixed: Sequence[Record] = ()
+) -> list[Goal]:
+    """Judge all goals of steps, and of products; none of what has no record at all.
 
     Args:
       steps: of `benchmarks.decode`, one for each case.
       cells: of `benchmarks.sgmv`, one for each cell; without `ours_us` ours failed.
+      mixed: of `benchmarks.decode`, of mixed ranks, one for each case.
     """
-    return [
-        *(goal for step in steps for goal in _headline(step)),
-        *(goal for step in steps for goal in _over_floor(step)),
-        *_products([cell for cell in cells if cell.get("peer_us")]),
-    ]
+    of_steps: Iterable[Goal] = ()
+    if steps:
+        of_steps = itertools.chain(
+            *(_headline(steps), _over_floor(steps), _allowed(steps), _ranks(mixed))
+        )
+    return [*of_steps, *_products([cell for cell in cells if cell.get("peer_us")])]
 
 
 def device_us(cell: Record, method: str) -> float | None:
@@ -137,44 +157,121 @@ def device_us(cell: Record, method: str) -> float | None:
       cell: of `benchmarks.sgmv`.
       method: one of its methods, or `peer` or `peer_loop`, which no host launched.
     """
-    us = cell.get(f"{method}_us")
-    # Older records' rivals did not wait; several adapters' loop is none of one launch.
-    is_one_loop = method == "loop" and cell.get("adapters") == 1
-    waits = cell.get("in_turn") or not (method in _OF_XLA or is_one_loop)
-    if not waits:
-        return None
+    us = _timed_us(cell, method)
     if us is None or is_host_bound(us, cell.get(f"{method}_launch_us", 0.0)):
         return None
     return us
 
 
-def _headline(step: Record) -> Iterator[Goal]:
-    wanted = {"rows": HEADLINE_ROWS, "popularity": "distinct", "method": "ours"}
-    if "vllm_none_ms" in step and wanted.items() <= step.items():
-        span = peers.SPAN.replace("..", " to ")
-        yield Goal(
-            what=f"{step['shape']}, {HEADLINE_ROWS} rows, contexts {span}: a step with "
-            "an adapter for each row, faster than vLLM's without any",
-            wanted=f"< {step['vllm_none_ms']:.2f} ms",
-            measured=f"{step['step_ms']:.2f} ms",
-            met=step["step_ms"] < step["vllm_none_ms"],
-            records=[step],
+def deciding_us(cell: Record, rival: str, ours: str = "ours") -> float | None:
+    """Return a rival's time if it says who was faster; None if it does not.
+
+    It does, too, where it is the host's and shorter than ours: the device took no
+    longer.
+    """
+    us = _timed_us(cell, rival)
+    is_shorter = us is not None and us < cell.get(f"{ours}_us", math.inf)
+    return us if is_shorter else device_us(cell, rival)
+
+
+def _timed_us(cell: Record, method: str) -> float | None:
+    """Return what a method took of device or host; None if calls did not wait."""
+    # Older records' rivals did not wait; several adapters' loop is none of one launch.
+    is_one_loop = method == "loop" and cell.get("adapters") == 1
+    waits = cell.get("in_turn") or not (method in _OF_XLA or is_one_loop)
+    return cell.get(f"{method}_us") if waits else None
+
+
+def _headline(steps: Sequence[Record]) -> Iterator[Goal]:
+    for shape in (LLAMA_2_7B.name, LLAMA_3_1_8B.name):
+        step = _step_of(steps, shape, HEADLINE_ROWS, "distinct", peers.SPAN)
+        beaten_ms = peers.step_to_beat_ms(shape, HEADLINE_ROWS)
+        beaten_ms = beaten_ms if step is None else step["vllm_none_ms"]
+        yield _judged(
+            f"{_case_of(shape, HEADLINE_ROWS, peers.SPAN)}: a step with an adapter for "
+            "each row, faster than vLLM's without any",
+            f"< {beaten_ms:.2f} ms",
+            step,
+            "" if step is None else f"{step['step_ms']:.2f} ms",
+            step is not None and step["step_ms"] < step["vllm_none_ms"],
         )
 
 
-def _over_floor(step: Record) -> Iterator[Goal]:
-    wanted = {"shape": LLAMA_2_7B.name, "context": FLOOR_CONTEXT, "method": "backbone"}
-    if step["rows"] in FLOOR_ROWS and wanted.items() <= step.items():
-        over = step["step_ms"] / step["floor_ms"]
-        rows = "1 row" if step["rows"] == 1 else f"{step['rows']} rows"
-        yield Goal(
-            what=f"{step['shape']}, {rows}, context {FLOOR_CONTEXT}: a step without "
-            "adapters, over its floor",
-            wanted=f"<= {MOST_OVER_FLOOR:g}",
-            measured=f"{over:.2f}",
-            met=over <= MOST_OVER_FLOOR,
-            records=[step],
+def _over_floor(steps: Sequence[Record]) -> Iterator[Goal]:
+    for rows in FLOOR_ROWS:
+        step = _step_of(steps, LLAMA_2_7B.name, rows, "none")
+        over = math.inf if step is None else step["step_ms"] / step["floor_ms"]
+        yield _judged(
+            f"{_case_of(LLAMA_2_7B.name, rows)}: a step without adapters, over its "
+            "floor",
+            f"<= {MOST_OVER_FLOOR:g}",
+            step,
+            f"{over:.2f}",
+            over <= MOST_OVER_FLOOR,
         )
+
+
+def _allowed(steps: Sequence[Record]) -> Iterator[Goal]:
+    for shape, rows, popularities in JUDGED:
+        for popularity in popularities:
+            step = _step_of(steps, shape, rows, popularity)
+            extra = f"one without adapters, their bytes and {EXTRA_MS[rows]:g} ms"
+            yield _judged(
+                f"{_case_of(shape, rows)}, {popularity}: a step, against {extra}",
+                "" if step is None else f"<= {step['allowed_ms']:.2f} ms",
+                step,
+                "" if step is None else f"{step['step_ms']:.2f} ms",
+                step is not None and step["met"],
+            )
+
+
+def _ranks(mixed: Sequence[Record]) -> Iterator[Goal]:
+    for step in mixed:
+        ranks = ", ".join(map(str, step["ranks"]))
+        yield _judged(
+            f"{_case_of(step['shape'], step['rows'])}, ranks {ranks} mixed: a step, "
+            f"against {RANK_SLACK:g} times one of the least, and the bytes of the rest",
+            f"<= {step['rank_allowed_ms']:.2f} ms",
+            step,
+            f"{step['step_ms']:.2f} ms",
+            step["rank_met"],
+        )
+
+
+def _step_of(
+    steps: Sequence[Record],
+    shape: str,
+    rows: int,
+    popularity: str,
+    context: int | str = CONTEXT,
+) -> Record | None:
+    """Return the step of a case that was judged when it was measured."""
+    wanted = {"shape": shape, "rows": rows, "popularity": popularity}
+    wanted |= {"context": context}
+    wanted |= {"method": "backbone" if popularity == "none" else "ours"}
+    needed = set()
+    if popularity != "none":
+        needed = {"vllm_none_ms"} if context == peers.SPAN else {"allowed_ms", "met"}
+    found = [s for s in steps if wanted.items() <= s.items() and needed <= s.keys()]
+    return found[-1] if found else None
+
+
+def _case_of(shape: str, rows: int, context: int | str = CONTEXT) -> str:
+    contexts = "contexts" if context == peers.SPAN else "context"
+    counted = "1 row" if rows == 1 else f"{rows} rows"
+    return f"{shape}, {counted}, {contexts} {str(context).replace('..', ' to ')}"
+
+
+def _judged(
+    what: str, wanted: str, step: Record | None, measured: str, met: bool
+) -> Goal:
+    return Goal(
+        what=what,
+        wanted=wanted,
+        measured="not measured" if step is None else measured,
+        met=met,
+        records=[] if step is None else [step],
+    )
 
 
 def _products(cells: Sequence[Record]) -> Iterator[Goal]:
@@ -207,7 +304,7 @@ def _in_every_cell(
 ) -> Iterator[Goal]:
     """Judge whether we take less than a rival, or at most `slack` times its time."""
     cells = list(cells)
-    known = [cell for cell in cells if device_us(cell, rival)]
+    known = [cell for cell in cells if deciding_us(cell, rival)]
     pairs = [(cell.get("ours_us", math.inf), cell[f"{rival}_us"]) for cell in known]
     won = [ours for ours, us in pairs if ours < us or ours <= slack * us]
     num_unknown = len(cells) - len(known)

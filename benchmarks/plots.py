@@ -25,6 +25,7 @@ from benchmarks.readme_tables import (
     POPULARITIES,
     counted_alike,
     is_of_device,
+    is_whole,
 )
 from benchmarks.serving_goals import LEAST_OVER_SWAP
 
@@ -41,6 +42,7 @@ CASES = {
 }
 # Decode steps of other ranks are another matter.
 RANKS = ([], [16])
+_SIZES = ("shape", "rows", "popularity")
 MARKS = "osD^vP"
 DASHES = ("-", "--", "-.", ":", (0, (1, 3)), (0, (6, 1)))
 
@@ -98,6 +100,7 @@ def panels(
 
 def steps_at_512(records: Records, *methods: str) -> list[Record]:
     """Return the steps to draw beside each other."""
+    records = [r for r in records if r["benchmark"] == "decode" and is_whole(r)]
     steps = [
         s for m in methods for s in choose(records, "decode", method=m, context=512)
     ]
@@ -289,16 +292,29 @@ def plain(method: str) -> str:
 
 
 def draw_throughput(records: Records) -> Figure:
-    """Tokens a second of one mixed batch, and of a batch for each adapter."""
+    """Tokens a second of one mixed batch, and of a batch for each adapter, in one run.
+
+    A run is what has one commit.
+    """
     methods = ("ours", "group_swap")
-    steps = steps_at_512(records, *methods)
-    mixed, swap = (
-        last_by([s for s in steps if s["method"] == m], "shape", "rows", "popularity")
-        for m in methods
-    )
-    both = mixed.keys() & swap.keys()
+    runs: dict[str, list[Record]] = {}
+    for record in records:
+        runs.setdefault(record["commit"], []).append(record)
+    mixed: dict[Any, Record] = {}
+    swap: dict[Any, Record] = {}
+    for run in runs.values():
+        with contextlib.suppress(NothingToDraw):
+            steps = steps_at_512(run, *methods)
+            ours, theirs = (
+                last_by([s for s in steps if s["method"] == m], *_SIZES)
+                for m in methods
+            )
+            both = ours.keys() & theirs.keys()
+            mixed |= {case: ours[case] for case in both}
+            swap |= {case: theirs[case] for case in both}
+    both = mixed.keys()
     if not both:
-        raise NothingToDraw("no case of decode has records of ours and of group_swap")
+        raise NothingToDraw("no run of decode has records of ours and of group_swap")
     sizes = sorted({(shape, rows) for shape, rows, _ in both})
     title = "Throughput of one mixed batch, and over that of a batch for each adapter\n"
     title += f"(Punica's paper: {LEAST_OVER_SWAP:g}x, 32 rows with an adapter each)"

@@ -15,11 +15,13 @@ from benchmarks.readme_tables import (
     METHODS,
     by_record,
     caption,
+    commits_of,
     context_of,
     counted_alike,
     from_second_step,
     host_note,
     is_of_device,
+    is_whole,
     last_of,
     load,
     markdown,
@@ -42,6 +44,7 @@ PLOTS = {
 
 def _steps(results: Path) -> list[Record]:
     rows = [row for row in load(results, "decode") if row["ranks"] in ([], [16])]
+    rows = [row for row in rows if is_whole(row)]
     # One row has one adapter, whatever the popularity is called.
     rows = [
         row
@@ -120,10 +123,16 @@ def _rival(row: Record, rival: Record | None) -> str:
     return f"{rival['step_ms']:.2f}" + (f" ({', '.join(notes)})" if notes else "")
 
 
+def _mixed(results: Path) -> list[Record]:
+    """Return the steps of mixed ranks."""
+    rows = [row for row in load(results, "decode") if "rank_allowed_ms" in row]
+    rows = [row for row in rows if is_whole(row)]
+    return last_of(rows, "shape", "rows", "context", "popularity", "ranks")
+
+
 def ranks(results: Path) -> str:
     """Batches of mixed ranks against batches of the least of them."""
-    rows = [row for row in load(results, "decode") if "rank_allowed_ms" in row]
-    rows = last_of(rows, "shape", "rows", "context", "popularity", "ranks")
+    rows = _mixed(results)
     title = (
         "Ranks mixed in one batch, against the same batch all of the least rank, "
         "milliseconds; `allowed` adds to it "
@@ -179,20 +188,23 @@ def engines(results: Path) -> str:
         if same:
             own = [same.get(name) for name in _QUOTED]
             named = [f"**{ms:.2f}**" if ms else "" for ms in own]
-            cells.append([shape, rows, "**punica-jax**, a step", *named])
+            label = "**punica-jax**, a step"
+            cells.append([shape, rows, label, *named, commits_of(ours)])
         if clocked := by_clock.get((shape, rows)):
             shown += clocked.values()
             named = [
                 f"**{_clocked_ms(clocked[name]):.2f}**" if name in clocked else ""
                 for name in _QUOTED
             ]
-            cells.append([shape, rows, "**punica-jax**, its engine", *named])
+            label = "**punica-jax**, its engine"
+            cells.append([shape, rows, label, *named, commits_of(clocked.values())])
         for row in quoted:
             if (row["shape"], row["rows"]) == (shape, rows):
                 figures = [row[f"{name}_ms"] for name in _QUOTED]
                 named = ["" if ms is None else f"{ms:g}" for ms in figures]
-                cells.append([shape, rows, row["engine"], *named])
+                cells.append([shape, rows, row["engine"], *named, ""])
     columns = ["model", "rows", "engine", "no adapter", "identical", "distinct"]
+    columns += ["commits"]
     others = f"others: {peers.source(peers.END_TO_END)}"
     return f"{caption(title, shown, others)}\n\n{markdown(columns, cells)}"
 
@@ -209,6 +221,7 @@ def around(results: Path) -> str:
     draws = last_of(load(results, "sampling"), "rows", "case", "vocab")
     steps = load(results, "decode")
     lines: list[tuple[Record, list[Any]]] = []
+    shown: list[Record] = []
     for row in launches:
         what = f"host's launch of a step, {row['layers']} layers"
         judged = _judged(decode_goals.judge_launch(row))
@@ -216,6 +229,8 @@ def around(results: Path) -> str:
         lines.append((row, [what, row["rows"], us, *judged]))
     for row in draws:
         what = f"{row['case']}, vocabulary of {row['vocab']}"
+        step = decode_goals.step_drawn_from(row, steps)
+        shown += [] if step is None else [step]
         judged = _judged(decode_goals.judge_sampling(row, steps))
         us = f"{row['us']:.0f}{host_note(row)}"
         lines.append((row, [what, row["rows"], us, *judged]))
@@ -225,7 +240,7 @@ def around(results: Path) -> str:
         "vocabulary"
     )
     columns = ["what", "rows", "us", "of a step", "goal"]
-    return by_record(title, columns, lines)
+    return by_record(title, columns, lines, also=shown)
 
 
 def _judged(row: Record) -> list[str]:
@@ -240,7 +255,8 @@ def goals(results: Path) -> str:
     """What decode is to reach, and whether it does."""
     products = last_of(load(results, "sgmv"), "cell")
     judged = [row for row in products if {"ours_us", "ours_error"} & row.keys()]
-    found = decode_goals.goals(counted_alike(_steps(results)), judged)
+    steps = counted_alike(_steps(results))
+    found = decode_goals.goals(steps, judged, _mixed(results))
     if not found:
         return ""
     shown = [record for goal in found for record in goal.records]
@@ -250,15 +266,15 @@ def goals(results: Path) -> str:
             goal.wanted,
             goal.measured,
             "yes" if goal.met else "no",
-            ", ".join(sorted({record["commit"] for record in goal.records})),
+            commits_of(goal.records),
         ]
         for goal in found
     ]
     columns = ["goal", "wanted", "measured", "met", "commit"]
     title = (
         f"Goals of decode; a step's floor is {FLOOR}, and a rival's time for a product "
-        "does not count where it is the host's, or of calls that did not wait for one "
-        "another"
+        "does not count where it is of calls that did not wait for one another, or "
+        "the host's and longer than ours"
     )
     return f"{caption(title, shown)}\n\n{markdown(columns, cells)}"
 

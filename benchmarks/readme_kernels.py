@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks import peers
 from benchmarks.attention import PEAK_FLOPS_PER_S
-from benchmarks.decode_goals import device_us
+from benchmarks.decode_goals import deciding_us
 from benchmarks.device_time import PEAK_BYTES_PER_S
 from benchmarks.provenance import Record
 from benchmarks.readme_tables import (
@@ -42,8 +42,9 @@ def products(results: Path) -> str:
         return ""
     title = (
         "One product `y += x A B`, our time over theirs: geometric mean, and in how "
-        "many cells ours is faster; rivals' times that are the host's, or of calls "
-        "that did not wait for one another, left out"
+        "many cells ours is faster; rivals' times left out that are of calls that did "
+        "not wait for one another, or the host's, unless they are shorter than ours: "
+        "the device's is no longer"
     )
     others = f"peers: {peers.source(peers.KERNELS)}"
     rivals = {"peer": "best existing kernel"}
@@ -66,7 +67,9 @@ def products(results: Path) -> str:
 
 def _ratios(rows: Iterable[Record], ours: str, rival: str) -> str:
     ratios = [
-        row[f"{ours}_us"] / theirs for row in rows if (theirs := device_us(row, rival))
+        row[f"{ours}_us"] / theirs
+        for row in rows
+        if (theirs := deciding_us(row, rival, ours))
     ]
     won = sum(ratio < 1 for ratio in ratios)
     if not ratios:

@@ -81,6 +81,17 @@ def last_of(rows: Iterable[Record], *keys: str) -> list[Record]:
     return list({str([row[key] for key in keys]): row for row in rows}.values())
 
 
+def commits_of(records: Iterable[Record]) -> str:
+    """Return the commits that some records are of."""
+    return ", ".join(sorted({record["commit"] for record in records}))
+
+
+def is_whole(step: Record) -> bool:
+    """Tell whether a step is of all layers of its model, and no try-out of a few."""
+    num_layers = shapes.MODEL_SHAPES[step["shape"]].num_layers
+    return step.get("layers", num_layers) == num_layers
+
+
 def is_of_device(record: Record) -> bool:
     """Tell whether a record's time, or ours in it, is not that of the host."""
     times = (("us", "launch_us"), ("ours_us", "ours_launch_us"))

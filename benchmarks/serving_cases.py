@@ -289,7 +289,7 @@ class Cases:
     def _steady(
         self, server: Server, requests: Iterator[Request]
     ) -> tuple[list[Step], list[Answer]]:
-        """Serve for the window's seconds, and a step, from when all seats have begun."""
+        """Serve for the window's seconds, or a step, from when all seats have begun."""
         window: list[tuple[float, int]] = []
 
         async def until() -> None:

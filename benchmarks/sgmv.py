@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import peers, sgmv_rivals
-from benchmarks.decode_goals import device_us
+from benchmarks.decode_goals import deciding_us
 from benchmarks.device_time import (
     PEAK_BYTES_PER_S,
     Step,
@@ -292,7 +292,7 @@ def table_of(records: Iterable[Record]) -> Table:
 
 def ratio_to(name: str, records: Iterable[Record]) -> float:
     """Return the geometric mean of our figures over those of `name`."""
-    pairs = [(r.get("ours_us"), device_us(r, name)) for r in records]
+    pairs = [(r.get("ours_us"), deciding_us(r, name)) for r in records]
     ratios = [ours / theirs for ours, theirs in pairs if ours and theirs]
     return statistics.geometric_mean(ratios) if ratios else math.nan
 

@@ -110,6 +110,22 @@ def record(**fields):
     return {**common, "adapters_ms": 0.6, "pages_ms": 0.6, **fields}
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--contexts 640..512", "must be N or N..M, N from 1, got '640..512'"),
+        ("--contexts 0", "must be N or N..M, N from 1, got '0'"),
+        ("--rows 0", "must be an integer from 1, got '0'"),
+        ("--repeats x", "must be an integer from 1, got 'x'"),
+        ("--ranks 8,x", "must be N or N,N,... from 1, got '8,x'"),
+    ],
+)
+def test_words_that_say_nothing(words, message, capsys):
+    with pytest.raises(SystemExit):
+        decode.main(words.split())
+    assert message in capsys.readouterr().err
+
+
 def test_goals():
     bare = record(step_ms=6.5)
     assert decode_goals.judge(record(step_ms=7.29), bare)["met"] is True
@@ -146,13 +162,16 @@ def test_goals_of_products():
     slow = judged(cell, loop | {"ours_us": 8.5})
     assert slow["where PyTorch's loop over adapters beats every kernel"][1] is False
     assert judged(cell | {"ours_us": 7.6})[f"{mean} kernel's"] == ("0.76", False)
-    # Where ours failed it is not faster; a rival that measured the host is no rival.
+    # Where ours failed it is not faster.
     failed = {name: us for name, us in cell.items() if name != "ours_us"}
     assert judged(cell, failed)[faster] == ("1 of 2", False)
     assert judged(cell, failed)[f"{mean} kernel's"] == ("inf", False)
-    host = judged(cell, cell | {"gather_us": 1.0, "gather_launch_us": 0.95})
+    # What is the host's time says nothing, unless it is shorter than ours.
+    host = judged(cell, cell | {"gather_us": 9.0, "gather_launch_us": 8.9})
     assert host["faster than XLA gather"] == ("1 of 1, 1 not measured", False)
-    # Nor is one whose calls did not wait for one another.
+    host = judged(cell, cell | {"gather_us": 1.0, "gather_launch_us": 0.95})
+    assert host["faster than XLA gather"] == ("1 of 2", False)
+    # Nor does one whose calls did not wait for one another.
     at_once = cell | {"in_turn": False, "loop_us": 5.0}
     assert judged(at_once)["faster than XLA gather"] == (
         "not measured",
@@ -161,6 +180,23 @@ def test_goals_of_products():
     assert decode_goals.device_us(at_once, "loop") is None
     assert decode_goals.device_us(at_once | {"adapters": 2}, "loop") == 5.0
     assert judged({"xla_us": 1.0, "ours_us": 2.0}) == {}
+
+
+def test_goals_of_steps_that_were_not_measured_say_so():
+    step = record(popularity="identical", step_ms=6.41, allowed_ms=6.22, met=False)
+    assert decode_goals.goals([], []) == []
+    goals = decode_goals.goals([step], [])
+    assert [goal.measured for goal in goals].count("not measured") == len(goals) - 1
+    assert not any(goal.met for goal in goals)
+    [goal] = [goal for goal in goals if goal.records]
+    assert goal.what.startswith("7B, 32 rows, context 512, identical: a step, against")
+    assert (goal.wanted, goal.measured) == ("<= 6.22 ms", "6.41 ms")
+    asked = {goal.what.partition(":")[0] for goal in goals}
+    assert {
+        "8B, 32 rows, contexts 512 to 640",
+        "7B, 1 row, context 512",
+        "7B, 128 rows, context 512, skewed",
+    } <= asked
 
 
 @pytest.mark.parametrize(("launch_ms", "met"), [(1.0, True), (1.01, False)])

@@ -226,6 +226,11 @@ def test_throughput_is_of_cases_that_both_were_measured_in():
     assert heights[2] == pytest.approx(32 / 8.0 * 1e3)
     assert heights[5] == pytest.approx(32 / 28.0 * 1e3)
     assert [text.get_text() for text in axis.texts][-1] == "3.5x"
+    # What was measured at another commit is not beside it, faster or not.
+    newer = {"commit": "new", "tokens_per_s": 1.0}
+    later = [r | newer for r in steps if r["method"] == "ours"]
+    _, axis = plots.draw_throughput([*steps, *later]).axes
+    assert [bar.get_height() for bar in axis.patches] == heights
     with pytest.raises(plots.NothingToDraw, match="of ours and of group_swap"):
         eight = [r for r in made.decode_records() if r["shape"] == "8B"]
         seven = [r for r in steps if r["method"] == "group_swap"]
@@ -268,7 +273,7 @@ def test_files_are_written_and_missing_records_are_said(tmp_path, capsys):
         "roofline: skipped, no records of ceilings",
         "adapters: skipped, no records of adapters_step, nor of adapters_op",
         f"order: {tmp_path / 'order.png'}",
-        "throughput: skipped, no records of decode method ours, context 512",
+        "throughput: skipped, no run of decode has records of ours and of group_swap",
     ]
     assert [file.name for file in tmp_path.glob("*.png")] == ["order.png"]
     picture = imread(tmp_path / "order.png")

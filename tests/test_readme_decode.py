@@ -138,10 +138,10 @@ def test_engines_do_not_mix_what_is_counted_otherwise(results):
     [bare] = [r for r in old if r["rows"] == 32 and is_of_span(r, "none")]
     write(results, "decode", [*old, bare | {"from_second_step": True, "step_ms": 6.5}])
     rows = rows_of(readme_decode.engines(results))
-    assert ["7B", "32", STEP, "**6.50**", "", ""] in rows
+    assert ["7B", "32", STEP, "**6.50**", "", "", "abc"] in rows
     # Other models and rows are of other cases.
-    assert ["8B", "32", STEP, "**7.00**", "**7.03**", "**8.00**"] in rows
-    assert ["7B", "1", STEP, "**5.06**", "**5.09**", "**5.09**"] in rows
+    assert ["8B", "32", STEP, "**7.00**", "**7.03**", "**8.00**", "abc"] in rows
+    assert ["7B", "1", STEP, "**5.06**", "**5.09**", "**5.09**", "abc"] in rows
 
 
 def is_of_span(record, popularity):
@@ -154,11 +154,11 @@ def test_others_are_quoted_beside_ours(results):
     ours = "(NVIDIA H200, JAX 0.0.1, commit abc, 2026-01-02; others: "
     assert f"{ours}{peers.source(peers.END_TO_END)}):" in text
     rows = rows_of(text)[2:]
-    ours = ["7B", "32", STEP, "**7.00**", "**7.03**", "**8.00**"]
+    ours = ["7B", "32", STEP, "**7.00**", "**7.03**", "**8.00**", "abc"]
     assert rows[rows.index(ours) + 1] == [
-        *("7B", "32", "vLLM 0.26.0", "7.26", "9.06", "19.6")
+        *("7B", "32", "vLLM 0.26.0", "7.26", "9.06", "19.6", "")
     ]
-    assert ["8B", "1", STEP, "**5.06**", "**5.09**", "**5.09**"] in rows
+    assert ["8B", "1", STEP, "**5.06**", "**5.09**", "**5.09**", "abc"] in rows
     assert len([row for row in rows if "punica" in row[2]]) == 4
 
 
@@ -170,7 +170,7 @@ def test_our_engine_by_the_clock(results):
     other = {key: run[key] for key in run if key != "vllm_tokens_per_s"}
     write(results, "serving", [run, other | {"rows": 1}])
     rows = rows_of(readme_decode.engines(results))
-    ours = ["7B", "32", "**punica-jax**, its engine", "", "", "**7.00**"]
+    ours = ["7B", "32", "**punica-jax**, its engine", "", "", "**7.00**", "abc"]
     step = ["7B", "32", STEP]
     assert rows[rows.index(ours) - 1][:3] == step
     assert len([row for row in rows if "its engine" in row[2]]) == 1
@@ -210,7 +210,8 @@ def test_rivals_that_the_host_bounds_do_not_count(results):
     fine = [cell | {"gather_launch_us": 0.9 * cell["gather_us"]} for cell in cells[2:]]
     write(results, "sgmv", [*host, *fine])
     row = rows_of(readme_kernels.products(results))[2]
-    assert row[1:3] == ["0.75 (6 of 6)", "0.71 (3 of 4)"]
+    # One of them is shorter than ours all the same.
+    assert row[1:3] == ["0.75 (6 of 6)", "0.87 (3 of 5)"]
 
 
 def test_goals(results):
@@ -221,7 +222,10 @@ def test_goals(results):
     ]
     steps = [r for r in made.decode_records() if r["context"] != peers.SPAN]
     bare = case_of("none", "backbone", step_ms=6.6, commit="def")
-    write(results, "decode", [*spans, *steps, bare])
+    judged = case_of("distinct", "ours", allowed_ms=7.2, met=False)
+    # A try-out of two layers says nothing of a model.
+    tried = case_of("none", "backbone", step_ms=0.5, layers=2)
+    write(results, "decode", [*spans, *steps, bare, judged, tried])
     text = readme_decode.goals(results)
     assert "commit abc, 2026-01-02; NVIDIA H200, JAX 0.0.1, commit def" in text
     header, _, *rows = rows_of(text)
@@ -231,6 +235,10 @@ def test_goals(results):
         ["< 8.00 ms", "8.00 ms", "no", "abc"],
         ["<= 1.15", "1.25", "no", "abc"],
         ["<= 1.15", "1.10", "yes", "def"],
+        *[["", "not measured", "no", ""]] * 2,
+        ["<= 7.20 ms", "8.00 ms", "no", "abc"],
+        *[["", "not measured", "no", ""]] * 6,
+        ["<= 8.76 ms", "8.50 ms", "yes", "abc"],
         ["every cell", "6 of 6", "yes", "abc"],
         ["<= 0.75", "0.75", "yes", "abc"],
         ["every cell", "4 of 6", "no", "abc"],

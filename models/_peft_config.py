@@ -5,11 +5,12 @@ means here what it meant where it was trained. Knows nothing of tensors, of file
 how many layers a base model has.
 """
 
+import contextlib
 import math
 import re
-import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import Any
 
 
@@ -236,21 +237,24 @@ def _ends_with_any(path: str, names: Collection[str]) -> bool:
 
 
 def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    # NumPy's too: weights come with fields that are given in Python.
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def _rank(name: str, value: Any) -> int:
     if not _is_int(value) or value < 1:
         raise AdapterError(f"{name} must be an integer from 1, got {value!r}")
-    return value
+    return int(value)
 
 
 def _finite(name: str, value: Any) -> float:
-    number = _is_int(value) or isinstance(value, float)
-    # Compared, not asked by isfinite: JSON's integers may be beyond a float's range.
-    if not number or not -sys.float_info.max <= value <= sys.float_info.max:
+    number = math.nan
+    if isinstance(value, Real) and not isinstance(value, bool):
+        with contextlib.suppress(OverflowError):  # of one of JSON's integers
+            number = float(value)
+    if not math.isfinite(number):
         raise AdapterError(f"{name} must be a finite number, got {value!r}")
-    return float(value)
+    return number
 
 
 def _flag(name: str, value: Any) -> bool:
@@ -282,4 +286,4 @@ def _layers(name: str, value: Any) -> tuple[int, ...]:
     value = [value] if _is_int(value) else value
     if not isinstance(value, list | tuple) or not all(_is_int(item) for item in value):
         raise AdapterError(f"{name} must be one layer index or several, got {value!r}")
-    return tuple(value)
+    return tuple(map(int, value))

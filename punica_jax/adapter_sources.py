@@ -57,11 +57,13 @@ class AdapterSources:
         """Take the base, and a directory of PEFT directories, if there is one.
 
         Raises:
-          ValueError: there is no such directory.
+          ValueError: it is no path, or there is no such directory.
         """
         self._config, self._dtype = base.config, np.dtype(base.dtype)
         self._base_names = base.names
         self.empty: EmptyBuffer = HostBuffer.empty
+        if folder is not None and not isinstance(folder, str | os.PathLike):
+            raise ValueError(f"adapters_dir must be a path, got {folder!r}")
         # What the current directory is may change before they are read.
         self._folder = None if folder is None else Path(folder).absolute()
         if self._folder is not None and not self._folder.is_dir():

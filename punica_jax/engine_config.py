@@ -71,6 +71,7 @@ class EngineConfig:
                 "max_waiting must be an integer of at least 1, got "
                 f"{self.max_waiting!r}"
             )
+        object.__setattr__(self, "max_waiting", int(self.max_waiting))
         if not callable(self.policy):
             raise ValueError(
                 "policy must be a function that makes a queue, such as "

@@ -45,6 +45,7 @@ class EngineRequest:
             raise ValueError(f"request_id must be a text, got {name!r}")
         self.name = name
         self.sequences = sequences
+        self._places = {sequence: index for index, sequence in enumerate(sequences)}
         self.sampling = sampling
         self.terms = terms
         self.fresh = fresh
@@ -75,8 +76,8 @@ class EngineRequest:
         if sequence.error is not None:
             self.fresh.append(own_copy(sequence.error))
         else:
-            index = self.sequences.index(sequence)
-            self.fresh.append(Piece(index, "", sequence.completion()))
+            place = self._places[sequence]
+            self.fresh.append(Piece(place, "", sequence.completion()))
 
     @property
     def can_go_on(self) -> bool:

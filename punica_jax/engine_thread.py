@@ -233,7 +233,7 @@ class EngineThread:
             self._commands.popleft()()
         self.residence.poll()
         for old, new in self.residence.take_renames():
-            self.loop.rename(old, new)
+            self.requests.rename(old, new)
         over = self.loop.step()
         for sequence in over:
             self.requests.note_end(sequence)

@@ -6,7 +6,7 @@ step computes the runner's, and prompts, names and texts are others'.
 
 import heapq
 import time
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 from punica_jax.batch import BLOCK_ROWS, Batch, Buckets, Feed, Wanted
@@ -104,13 +104,6 @@ class StepLoop:
         if not sequence.is_over:
             sequence.cancel(reason)
             self._ending.append(sequence)
-
-    def rename(self, old: Hashable, new: Hashable) -> None:
-        """Call some weights another name: pages computed under it are shared."""
-        self.pages.rename(old, new)
-        for sequence in self.scheduler.running:
-            if sequence.weights == old:
-                sequence.weights = new
 
     def clear(self) -> None:
         """Forget all sequences between two steps; known prefixes stay."""

@@ -9,6 +9,7 @@ import operator
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
+from punica_jax.request import number_of
 from punica_jax.sequence import SequenceState
 
 
@@ -251,6 +252,4 @@ def _place(sequence: SequenceState) -> tuple[int, int]:
 
 
 def _positive(name: str, value: float) -> float:
-    if not value > 0:
-        raise ValueError(f"{name} must be above 0, got {value!r}")
-    return float(value)
+    return number_of(name, value, 0, math.inf, above=True)

@@ -8,14 +8,14 @@ import contextlib
 import functools
 import math
 import reprlib
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set, Sized
 from typing import Any
 
 from punica_jax.request import SamplingParams, Terms, is_integer
 from punica_jax.sequence import DEFAULT_TERMS, SequenceState
 from punica_jax.tokenizer import Tokenizer
 
-_LONG_TEXT = 1 << 14  # characters; milliseconds
+_LONG = 1 << 14  # characters, or tokens, of all samples; milliseconds
 
 
 class Prompts:
@@ -120,11 +120,14 @@ class Prompts:
         return sequences
 
     async def sequences_of_one(
-        self, prompt: Any, *args: Any, **options: Any
+        self, prompt: Any, adapter: Any, sampling: Any, *args: Any, **options: Any
     ) -> list[SequenceState]:
-        """Do so for one prompt; if it is a long text, beside the event loop."""
-        make = functools.partial(self.sequences, [prompt], *args, **options)
-        if isinstance(prompt, str) and len(prompt) > _LONG_TEXT:
+        """Do so for one prompt; if that takes long, beside the event loop."""
+        own = ([prompt], adapter, sampling, *args)
+        make = functools.partial(self.sequences, *own, **options)
+        num_samples = sampling.n if isinstance(sampling, SamplingParams) else 1
+        length = len(prompt) if isinstance(prompt, Sized) else 0
+        if num_samples * length > _LONG:
             # Where the interpreter is ending, no thread can be begun.
             with contextlib.suppress(RuntimeError):
                 return await asyncio.to_thread(make)

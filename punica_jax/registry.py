@@ -5,7 +5,7 @@ Plain Python: knows names and versions; where a version is, and who holds it, is
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, ItemsView, Iterator, Mapping, ValuesView
 
 from punica_jax.placements import UnknownAdapterError, listed_names
 from punica_jax.stats import AdapterStats
@@ -50,6 +50,14 @@ class AdapterRegistry(Mapping[str, Version]):
     def snapshot(self) -> dict[str, Version]:
         """Return all of them as they are now; in any thread."""
         return self._current.copy()
+
+    def items(self) -> ItemsView[str, Version]:
+        """Return the names and versions of now, whatever other threads do meanwhile."""
+        return self.snapshot().items()
+
+    def values(self) -> ValuesView[Version]:
+        """Return the versions of now."""
+        return self.snapshot().values()
 
     def __len__(self) -> int:
         return len(self._current)

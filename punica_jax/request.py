@@ -4,10 +4,11 @@ Knows nothing of devices, JAX, tokenizers or scheduling: plain values, checked w
 they are made, so that a bad one fails in the caller's own frame.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 FinishReason: TypeAlias = Literal["stop", "length", "cancelled", "exported", "error"]
 
@@ -18,6 +19,8 @@ MAX_SEED = 2**32 - 1
 MAX_LOGPROBS = 20
 # A seat's bias travels as a list of this static length.
 MAX_LOGIT_BIAS = 300
+# They are searched for between two steps, while others' rows wait.
+MAX_STOP_TEXTS = 256
 
 
 def is_integer(value: object) -> bool:
@@ -60,7 +63,7 @@ class SamplingParams:
         presence_penalty: -2 to 2; 0 is off.
         frequency_penalty: -2 to 2; 0 is off.
         logit_bias: token id -> -100 to 100, at most 300 of them.
-        stop: a text or several that end a completion, which is cut before the one
+        stop: a text or up to 256 that end a completion, which is cut before the one
             that is complete first (the longest, where several are at once). Kept as a
             tuple.
         stop_token_ids: tokens that end a completion, beside the model's own. Kept as a
@@ -105,9 +108,7 @@ class SamplingParams:
         self._check_numbers()
         self._check_stops()
         for name in ("include_stop_str_in_output", "ignore_eos"):
-            value = getattr(self, name)
-            if not isinstance(value, bool):
-                raise ValueError(f"{name} must be True or False, got {value!r}")
+            check_flag(name, getattr(self, name))
 
     @property
     def changes_logits(self) -> bool:
@@ -148,14 +149,22 @@ class SamplingParams:
                 raise ValueError(
                     f"{name} must be None or an integer from 0 to {most}, got {value!r}"
                 )
+        # NumPy's narrow integers would overflow where lengths are added.
+        for name in ("n", "max_new_tokens", "min_new_tokens", "top_k", *limits):
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, int(value))
 
     def _check_numbers(self) -> None:
-        _check_number("temperature", self.temperature, 0, MAX_TEMPERATURE)
-        _check_number("top_p", self.top_p, 0, 1, above=True)
-        _check_number("min_p", self.min_p, 0, 1)
-        _check_number("repetition_penalty", self.repetition_penalty, 0, 100, above=True)
-        _check_number("presence_penalty", self.presence_penalty, -2, 2)
-        _check_number("frequency_penalty", self.frequency_penalty, -2, 2)
+        for name, least, most, above in (
+            ("temperature", 0, MAX_TEMPERATURE, False),
+            ("top_p", 0, 1, True),
+            ("min_p", 0, 1, False),
+            ("repetition_penalty", 0, 100, True),
+            ("presence_penalty", -2, 2, False),
+            ("frequency_penalty", -2, 2, False),
+        ):
+            value = number_of(name, getattr(self, name), least, most, above=above)
+            object.__setattr__(self, name, value)
         if self.n > 1 and self.temperature == 0:
             raise ValueError(
                 "n must be 1 at temperature 0, where all completions would be the "
@@ -173,11 +182,12 @@ class SamplingParams:
                 f"logit_bias must have at most {MAX_LOGIT_BIAS} tokens, "
                 f"got {len(self.logit_bias)}"
             )
-        for token, bias in self.logit_bias.items():
-            _check_token("logit_bias", token)
-            _check_number(f"logit_bias of token {token}", bias, -100, 100)
-        # The caller's mapping may change later.
-        biases = {int(token): bias for token, bias in self.logit_bias.items()}
+        biases = {  # the caller's mapping may change later
+            _token_of("logit_bias", token): number_of(
+                f"logit_bias of token {token}", bias, -100, 100
+            )
+            for token, bias in self.logit_bias.items()
+        }
         object.__setattr__(self, "logit_bias", biases)
 
     def _check_stops(self) -> None:
@@ -190,39 +200,53 @@ class SamplingParams:
                 "stop must be a text or a sequence of texts, none of them empty, "
                 f"got {self.stop!r}"
             )
+        if len(stop) > MAX_STOP_TEXTS:
+            raise ValueError(
+                f"stop must have at most {MAX_STOP_TEXTS} texts, got {len(stop)}"
+            )
         tokens = () if self.stop_token_ids is None else self.stop_token_ids
         if not _is_sequence(tokens):
             raise ValueError(
                 f"stop_token_ids must be a sequence of token ids, got {tokens!r}"
             )
-        for token in tokens:
-            _check_token("stop_token_ids", token)
+        tokens = tuple(_token_of("stop_token_ids", token) for token in tokens)
         object.__setattr__(self, "stop", tuple(stop))
-        object.__setattr__(self, "stop_token_ids", tuple(tokens))
+        object.__setattr__(self, "stop_token_ids", tokens)
 
 
 def _is_sequence(value: object) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 
-def _check_number(
+def check_flag(name: str, value: object) -> None:
+    """Raise ValueError unless a value is True or False."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be True or False, got {value!r}")
+
+
+def number_of(
     name: str, value: object, least: float, most: float, *, above: bool = False
-) -> None:
-    # NaN lies in no span.
+) -> float:
+    """Return a number as a float; raise ValueError if it is none in that span."""
     if isinstance(value, Real) and not isinstance(value, bool):
-        number = float(value)
+        try:
+            number = float(value)
+        except OverflowError:  # of an integer
+            number = math.nan
+        # NaN, and what is beyond a float's range, lies in no span.
         if (least < number if above else least <= number) and number <= most:
-            return
+            return number
     span = f"from {least} to {most:g}"
     if above:
-        span = f"above {least} and at most {most:g}"
+        span = f"above {least}" + (f" and at most {most:g}" if most < math.inf else "")
     raise ValueError(f"{name} must be a number {span}, got {value!r}")
 
 
-def _check_token(name: str, token: object) -> None:
+def _token_of(name: str, token: Any) -> int:
     # The end of the vocabulary is checked when there is a model.
-    if not is_integer(token) or token < 0:  # pyright: ignore[reportOperatorIssue]
+    if not is_integer(token) or token < 0:
         raise ValueError(f"{name} must hold token ids, 0 or more, got {token!r}")
+    return int(token)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -315,7 +339,9 @@ class Terms:
         for name in ("first_token_s", "deadline_s"):
             value = getattr(self, name)
             if value is not None:
-                _check_number(name, value, 0, float("inf"), above=True)
+                # Not as it is given: the time now and a float16 make a float16.
+                number = number_of(name, value, 0, math.inf, above=True)
+                object.__setattr__(self, name, number)
 
 
 class DeadlineError(TimeoutError):

@@ -149,7 +149,10 @@ class RequestState:
                     for sample in fields["samples"]
                 ),
             )
-        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+        except (
+            *(KeyError, TypeError, AttributeError, OverflowError, RecursionError),
+            json.JSONDecodeError,
+        ) as error:
             raise ValueError(f"this is no RequestState: {error!r}") from error
 
 

@@ -4,7 +4,7 @@ Knows requests, the loop that steps their sequences, and names of adapters; noth
 threads or event loops. All of it is for the engine's thread alone.
 """
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 
 from punica_jax.engine_request import EngineRequest, QueueFullError, count_end
 from punica_jax.loop import StepLoop
@@ -36,17 +36,31 @@ class RequestTable:
         self._loop = loop
         self._residence = residence
         self._max_waiting = max_waiting
-        self._requests: dict[str, EngineRequest] = {}
+        self._requests: dict[EngineRequest, None] = {}
+        self._named: dict[str, EngineRequest] = {}  # the last of each id
         self._owners: dict[SequenceState, EngineRequest] = {}
         self._leaving: dict[str, Version] = {}
 
     def __iter__(self) -> Iterator[EngineRequest]:
-        return iter(self._requests.values())
+        return iter(self._requests)
 
     def forget(self, request: EngineRequest) -> None:
         """Take a request off, if all its completions have ended."""
         if not any(one in self._owners for one in request.sequences):
-            del self._requests[request.name]
+            del self._requests[request]
+            if self._named[request.name] is request:
+                del self._named[request.name]
+
+    def rename(self, old: Hashable, new: Hashable) -> None:
+        """Call some weights another name: pages computed under it are shared.
+
+        Sequences that wait, and such as have ended, may be exported under it.
+        """
+        self._loop.pages.rename(old, new)
+        for request in self:
+            for sequence in request.sequences:
+                if sequence.weights == old:
+                    sequence.weights = new
 
     def begin(self, request: EngineRequest) -> None:
         """Let a request's sequences wait.
@@ -59,7 +73,8 @@ class RequestTable:
         if (adapter := request.sequences[0].adapter) is not None:
             if self._residence[adapter] is self._leaving.get(adapter):
                 raise UnknownAdapterError(f"adapter {adapter!r} is being unloaded")
-        if request.name in self._requests:
+        under_way = self._named.get(request.name)
+        if under_way is not None and under_way.can_go_on:
             raise ValueError(f"a request with the id {request.name!r} is under way")
         scheduler, num = self._loop.scheduler, len(request.sequences)
         room = self._max_waiting + scheduler.num_free_seats
@@ -72,7 +87,8 @@ class RequestTable:
             )
         going = [sequence for sequence in request.sequences if not sequence.is_over]
         self._loop.add(going)  # a policy of the user's may raise
-        self._requests[request.name] = request
+        self._requests[request] = None
+        self._named[request.name] = request
         self._owners.update(dict.fromkeys(going, request))
         self._stats(adapter).num_requests += len(going)
         for sequence in request.sequences:
@@ -87,8 +103,8 @@ class RequestTable:
 
     def end_named(self, name: str, reason: FinishReason) -> None:
         """The same by its id, if it is under way."""
-        if isinstance(name, str) and name in self._requests:
-            self.end(self._requests[name], reason)
+        if isinstance(name, str) and name in self._named:
+            self.end(self._named[name], reason)
 
     def export(self, name: str) -> RequestState:
         """Take a request out.
@@ -96,7 +112,7 @@ class RequestTable:
         Raises:
           ValueError: none under way has that id.
         """
-        request = self._requests.get(name) if isinstance(name, str) else None
+        request = self._named.get(name) if isinstance(name, str) else None
         if request is None or not request.can_go_on:
             raise ValueError(f"no request under way has the id {name!r}")
         state = request.state

@@ -54,6 +54,7 @@ class Sizes:
                     f"{field.name} must be an integer of at least {least}, got "
                     f"{value!r}"
                 )
+            object.__setattr__(self, field.name, int(value))  # of NumPy's, too
         if self.max_rank > MAX_RANK:
             raise ValueError(
                 f"max_rank must be at most {MAX_RANK}, got {self.max_rank}"

@@ -17,6 +17,7 @@ import jax
 import pytest
 
 import punica_jax as pj
+from punica_jax import prompts
 from punica_jax.engine_request import own_copy
 from punica_jax.request_state import SampleState
 from punica_jax.stops import StopStrings
@@ -222,10 +223,16 @@ def test_cancelling_by_id(engine, alone):
             engine.cancel("it")
             engine.cancel("it")
             engine.cancel("nobody")
+            # Its id may be used again at once.
+            again = asyncio.create_task(
+                completions(engine.generate("hello", "a", LONG, request_id="it"))
+            )
+            await until(lambda: len(engine._thread._commands) == 4)
             pause.go()
-            return await answer
+            return await answer, await again
 
-    [got] = run(main())
+    [got], again = run(main())
+    assert again == [whole]
     assert got.finish_reason == "cancelled" and got.error is None
     assert 5 <= len(got.token_ids) <= 6
     assert got.token_ids == whole.token_ids[: len(got.token_ids)]
@@ -330,7 +337,7 @@ def test_lengths_beyond_any_integer_of_the_device_are_a_requests_own(engine, alo
     assert beside == alone("hello", "a", GREEDY)
 
 
-def test_only_long_texts_leave_their_event_loop(engine, monkeypatch):
+def test_only_what_takes_long_leaves_its_event_loop(engine, monkeypatch):
     seen, make = [], engine._prompts.sequences
 
     def making(*args, **kwargs):
@@ -343,7 +350,11 @@ def test_only_long_texts_leave_their_event_loop(engine, monkeypatch):
         ValueError, match=r"prompt 0 has .* tokens, which leaves no room"
     ):
         ask(engine, "ab " * 10_000, "a", GREEDY)
-    assert seen == [True, False]
+    monkeypatch.setattr(prompts, "_LONG", 100)
+    few = dataclasses.replace(DRAWN, max_new_tokens=1)
+    for num_samples in (3, 4):
+        ask(engine, [5] * 30, "a", dataclasses.replace(few, n=num_samples))
+    assert seen == [True, False, True, False]
 
 
 def test_an_id_that_was_made_is_nobodys(root):
@@ -1063,6 +1074,8 @@ def test_bad_places(root):
     config = pj.EngineConfig(**CONFIG)
     with pytest.raises(ValueError, match="adapters_dir must be a directory, got"):
         pj.Engine(root / "model", adapters_dir=root / "nothing", config=config)
+    with pytest.raises(ValueError, match="adapters_dir must be a path, got 5"):
+        pj.Engine(root / "model", adapters_dir=cast(Any, 5), config=config)
     with pytest.raises(pj.HubError, match="no such directory"):
         pj.Engine(root / "nothing", config=config)
 

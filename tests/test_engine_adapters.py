@@ -578,6 +578,63 @@ def test_a_request_goes_on_until_other_weights_are_known(engine, root, monkeypat
     run(main())
 
 
+def test_who_stood_up_before_a_digest_was_known_travels_with_it(
+    engine, root, monkeypatch
+):
+    go = hold_digests(monkeypatch)
+    load(engine, "name", root / "adapters" / "a")
+    before = engine.stats().num_preempted
+
+    async def main():
+        requests = [engine.generate([number] * 16, "name", LONG) for number in range(4)]
+        with Pause(engine, lambda: engine.stats().num_preempted > before) as pause:
+            answers = asyncio.gather(*map(completions, requests))
+            await pause.reached()
+            go.set()
+            residence = engine._residence
+            await until(lambda: not residence.poll() and not residence._tasks)
+            for names in residence.take_renames():  # as in the next turn
+                engine._thread.requests.rename(*names)
+            states = [request.state for request in engine._thread.requests]
+            running = engine._loop.scheduler.running
+            pause.go()
+            return await answers, states, len(running)
+
+    _, states, num_running = run(main())
+    assert len(states) == 4 > num_running
+    digests = {state.samples[0].adapter_digest for state in states}
+    assert len(digests) == 1 and None not in digests
+
+
+def test_flags_are_refused_in_their_callers_frame(engine, root, alone):
+    path, both = root / "adapters" / "a", np.array([True, False])
+    for name in ("pin", "allow_nan"):
+        message = f"{name} must be True or False, got array"
+        with pytest.raises(ValueError, match=message):
+            engine.register_adapter("name", path, **{name: both})
+        with pytest.raises(ValueError, match=message):
+            run(engine.load_adapter("name", path, **{name: both}))
+    with pytest.raises(ValueError, match="cancel must be True or False, got 1"):
+        run(engine.unload_adapter("a", cancel=1))
+    with pytest.raises(ValueError, match="is_pinned must be True or False, got None"):
+        run(engine.pin_adapter("a", None))
+    assert "name" not in engine.adapters
+    assert tokens(engine, PROMPT, "a", GREEDY) == alone.tokens(PROMPT, "a")
+
+
+def test_the_adapters_are_those_of_when_they_were_asked_for(engine, root):
+    for name in ("x", "y"):
+        engine.register_adapter(name, root / "adapters" / "a")
+    inside(engine, lambda: None)
+    items, values = iter(engine.adapters.items()), iter(engine.adapters.values())
+    first, _ = next(items)
+    next(values)
+    for name in ("x", "y"):
+        run(engine.unload_adapter(name))
+    names = [first, *(name for name, _ in items)]
+    assert names[-2:] == ["x", "y"] and len(list(values)) == len(names) - 1
+
+
 def test_other_weights_never_share(engine, root, alone, computed):
     names = [None, "a", "b"]
     for name in names:
@@ -619,10 +676,12 @@ def test_unloading_waits_for_users_or_cancels_them(engine, root, alone, cancel):
                 for name in (*["name"] * 6, "b")  # some of them wait for a seat
             ]
             await pause.reached()
+            commands = engine._thread._commands
+            num_before = len(commands)  # of the last requests, if steps were quicker
             unloaded = asyncio.create_task(engine.unload_adapter("name", cancel=cancel))
-            await until(lambda: bool(engine._thread._commands))
+            await until(lambda: len(commands) > num_before)
             late = asyncio.create_task(completions(engine.generate("hello", "name")))
-            await until(lambda: len(engine._thread._commands) == 2)
+            await until(lambda: len(commands) == num_before + 2)
             assert not unloaded.done()
             pause.go()
             with pytest.raises(

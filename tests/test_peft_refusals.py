@@ -1,5 +1,6 @@
 """PEFT directories that are refused, and what the user is told."""
 
+import json
 import os
 
 import numpy as np
@@ -9,7 +10,9 @@ from punica_jax.models._peft import (
     AdapterError,
     UnsupportedAdapterError,
     read_adapter,
+    save_adapter,
 )
+from punica_jax.models._peft_config import PeftLoraConfig
 from tests.adapter_cases import CONFIG, peft_names, q_and_v, write_peft
 
 Q0_A = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
@@ -158,6 +161,18 @@ BAD_FIELDS = [
         "layers_to_transform must be one layer index or several, got 'all'",
     ),
 ]
+
+
+def test_numbers_of_numpy(tmp_path):
+    """Weights come with fields that are given in Python."""
+    pair = np.ones((4, 24), np.float32), np.ones((32, 4), np.float32)
+    save_adapter(tmp_path, CONFIG, {(0, "q_proj"): pair}, lora_alpha=np.float32(8))
+    written = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert (written["r"], written["lora_alpha"]) == (4, 8.0)
+    given = {"r": np.int64(4), "lora_alpha": np.float32(8), "target_modules": ["q"]}
+    config = PeftLoraConfig.from_fields(given | {"peft_type": "LORA"})
+    assert (config.r, config.lora_alpha) == (4, 8.0)
+    assert (type(config.r), type(config.lora_alpha)) == (int, float)
 
 
 @pytest.mark.parametrize(("fields", "text"), BAD_FIELDS, ids=str)

@@ -181,10 +181,11 @@ class TestLatencyTargets:
                 assert policy.max_prompt_rows <= before
             assert policy.max_prompt_rows >= 16
 
-    @pytest.mark.parametrize("value", [0, -1, math.nan])
+    @pytest.mark.parametrize("value", [0, -1, math.nan, "x", 10**400])
     def test_targets_are_above_0(self, value):
         for name in ("first_token_s", "token_s"):
-            with pytest.raises(ValueError, match=f"{name} must be above 0, got"):
+            message = f"{name} must be a number above 0, got"
+            with pytest.raises(ValueError, match=message):
                 LatencyTargets(**{name: value})
 
 
@@ -386,7 +387,7 @@ class TestFairShare:
     @pytest.mark.parametrize("value", [0, -2.0, math.nan])
     def test_weights_are_above_0(self, value):
         with pytest.raises(
-            ValueError, match="the weight of tenant 'x' must be above 0, got"
+            ValueError, match="the weight of tenant 'x' must be a number above 0, got"
         ):
             FairShare({"x": value})
 

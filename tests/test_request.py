@@ -2,13 +2,15 @@
 
 import ast
 import dataclasses
+from fractions import Fraction
+from numbers import Number
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from punica_jax import request
-from punica_jax.request import Completion, SamplingParams
+from punica_jax.request import Completion, SamplingParams, Terms
 
 
 def test_defaults_are_greedy():
@@ -88,6 +90,58 @@ def test_seed_fits_32_bits(value):
     assert str(caught.value) == (
         f"seed must be None or an integer from 0 to 4294967295, got {value!r}"
     )
+
+
+def test_numbers_of_others_become_pythons():
+    """NumPy's narrow ones would overflow in sums of lengths, and among times."""
+    sampling = SamplingParams(
+        **dict.fromkeys(("n", "logprobs", "prompt_logprobs", "top_k"), np.int8(3)),
+        max_new_tokens=np.int8(100),
+        min_new_tokens=np.int8(98),
+        seed=np.uint32(7),
+        temperature=np.float16(0.5),
+        **dict.fromkeys(("top_p", "min_p", "repetition_penalty"), Fraction(1, 2)),
+        **dict.fromkeys(("presence_penalty", "frequency_penalty"), np.float32(1)),
+        logit_bias={np.int16(5): np.float32(1.5)},
+        stop_token_ids=[np.int8(4)],
+    )
+    values = dataclasses.asdict(sampling)
+    [(token, bias)] = values.pop("logit_bias").items()
+    [stop] = values.pop("stop_token_ids")
+    numbers = [value for value in values.values() if isinstance(value, Number)]
+    assert len(numbers) == len(values) - 1  # the texts that stop
+    assert {type(one) for one in (token, bias, stop, *numbers)} == {int, float, bool}
+    assert sampling.max_new_tokens + 28 == 128 and sampling.temperature == 0.5
+    for seconds in (Fraction(1, 4), np.float16(0.25)):
+        terms = Terms(deadline_s=seconds, first_token_s=seconds)
+        assert type(terms.deadline_s) is type(terms.first_token_s) is float
+        assert terms.deadline_s == terms.first_token_s == 0.25
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: SamplingParams(temperature=10**400),
+            "temperature must be a number from 0 to 100, got 1000",
+        ),
+        (
+            lambda: SamplingParams(logit_bias={1: 10**400}),
+            "logit_bias of token 1 must be a number from -100 to 100, got 1000",
+        ),
+        (
+            lambda: Terms(deadline_s=10**400),
+            "deadline_s must be a number above 0, got 1000",
+        ),
+        (
+            lambda: SamplingParams(stop=["x"] * 257),
+            "stop must have at most 256 texts, got 257",
+        ),
+    ],
+)
+def test_what_is_too_large(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
 
 
 @pytest.mark.parametrize("value", [0, 1, None, "yes"])

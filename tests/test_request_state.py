@@ -165,6 +165,11 @@ def without(name, **deeper):
         (STATE.to_json().replace('"n": 1', '"n": 0'), "n must be an integer of at"),
         (STATE.to_json().replace('{"3":', '{"x":'), "invalid literal for int"),
         (STATE.to_json().replace('"tenant": ""', '"tenant": 3'), "tenant must be"),
+        (
+            STATE.to_json().replace('{"3": 1.5}', f'{{"3": 1{"0" * 400}}}'),
+            "logit_bias of token 3 must be a number",
+        ),
+        ("[" * 100_000, "this is no RequestState: RecursionError"),
     ],
 )
 def test_other_texts(text, message):

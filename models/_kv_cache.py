@@ -16,7 +16,7 @@ from jaxtyping import Float, Int32
 
 from punica_jax.models._config import LlamaConfig
 from punica_jax.models._layers import Unprojected
-from punica_jax.pallas_kernels import lora_rotary, paged_attention
+from punica_jax.pallas_kernels import lora_rotary, paged_attention, require_count
 from punica_jax.pallas_kernels.reference import store_rows
 
 
@@ -51,11 +51,10 @@ class KvCache:
           dtype: of the keys and values; the model's.
 
         Raises:
-          ValueError: a number is not positive.
+          ValueError: a number is no integer of at least 1.
         """
         for name, value in {"num_pages": num_pages, "page_size": page_size}.items():
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+            require_count(name, value)
         shape = (2, num_pages, config.num_kv_heads, page_size, config.head_dim)
         # Arrays of their own: a donated one must not be donated twice.
         return cls(tuple(jnp.zeros(shape, dtype) for _ in range(config.num_layers)))

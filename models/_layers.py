@@ -107,8 +107,16 @@ class LoraLinear(nnx.Module):
           use_bias: add a bias.
           dtype: of the weights and of the output.
           rngs: its `params` stream gives the weights.
+
+        Raises:
+          ValueError: a width is no integer of at least 1, or there is none.
         """
-        self.d_outs = (d_outs,) if isinstance(d_outs, int) else tuple(d_outs)
+        widths = d_outs if isinstance(d_outs, Sequence) else [d_outs]
+        if not widths:
+            raise ValueError("d_outs must have a width for each module, got none")
+        for name, width in (("d_in", d_in), *(("d_outs", width) for width in widths)):
+            kernels.require_count(name, width)
+        self.d_outs = tuple(map(int, widths))
         d_out = sum(self.d_outs)
         self.weight = nnx.Param(
             normal_weight(rngs.params(), (d_out, d_in), jnp.dtype(dtype))
@@ -137,7 +145,6 @@ class LoraLinear(nnx.Module):
         Raises:
           ValueError: `lora` is no such pair, or an operand does not fit the others.
         """
-        _check_lora(lora)
         return kernels.lora_linear(
             x,
             lora=lora,
@@ -156,19 +163,6 @@ class LoraLinear(nnx.Module):
         """Cut an output into the modules' own."""
         edges = list(itertools.accumulate(self.d_outs))[:-1]
         return jnp.split(y, edges, axis=-1)
-
-
-def _check_lora(lora: Any) -> None:
-    if lora is None:
-        return
-    parts = lora if isinstance(lora, tuple | list) else [lora]
-    kinds = LoraPool, Segments
-    if len(parts) != 2 or not all(map(isinstance, parts, kinds)):
-        raise ValueError(
-            "lora must be (pool, segments), a LoraPool such as pools.layer(i).qkv and "
-            "what segment_metadata returns, or None, got "
-            f"({', '.join(type(part).__name__ for part in parts)})"
-        )
 
 
 @jax.tree_util.register_dataclass

@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float, Int
 
 from punica_jax.models._config import MODULE_GROUPS, LlamaConfig
 from punica_jax.models._rank_page import PageShape, RankPage
-from punica_jax.pallas_kernels import RANK_PAGE, LoraPool
+from punica_jax.pallas_kernels import RANK_PAGE, LoraPool, require_count
 
 
 @jax.tree_util.register_dataclass
@@ -130,12 +130,11 @@ class LoraPools:
           dtype: of the adapters' weights.
 
         Raises:
-          ValueError: a number is not positive.
+          ValueError: a number is no integer of at least 1.
         """
         sizes = {"num_slots": num_slots, "num_pages": num_pages, "max_rank": max_rank}
         for name, value in sizes.items():
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+            require_count(name, value)
         groups = {
             group: GroupPools.zeros(
                 config.d_in(group),

@@ -12,6 +12,7 @@ from punica_jax.pallas_kernels._epilogues import (
     lora_rotary,
 )
 from punica_jax.pallas_kernels._norm import Norm, NormedRows, divided, rms_norm
+from punica_jax.pallas_kernels._operands import as_array, as_slots, require_count
 from punica_jax.pallas_kernels._ops import expand, lora, segment_metadata, shrink
 from punica_jax.pallas_kernels._paged_attention import paged_attention
 from punica_jax.pallas_kernels._pool import RANK_PAGE, LoraPool, pack_adapters
@@ -27,6 +28,8 @@ __all__ = [
     "Norm",
     "NormedRows",
     "Segments",
+    "as_array",
+    "as_slots",
     "divided",
     "expand",
     "kth_largest",
@@ -39,6 +42,7 @@ __all__ = [
     "order_keys",
     "pack_adapters",
     "paged_attention",
+    "require_count",
     "resolve",
     "rms_norm",
     "segment_metadata",

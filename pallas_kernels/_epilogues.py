@@ -91,7 +91,7 @@ def lora_normed(
     fits = lora is not None and lora[1].num_passes == 1
     fits = fits and weight.dtype == jnp.bfloat16 and _are_few(x, weight)
     operands = (x, weight, lora, bias, residual)
-    resolved = resolve(implementation)
+    resolved = _resolve(implementation, x)
     if resolved != "xla" and fits:
         return _normed(resolved, norm, *operands)
     y: Any = _linear("plain", resolved, *operands)
@@ -184,7 +184,7 @@ def lora_rotary(
     if lora is not None and lora[0].d_outs != widths:
         raise ValueError(f"the pool's modules must be {widths} wide: {lora[0].d_outs}")
     _check(x, weight, lora, bias, residual)
-    implementation = resolve(implementation)
+    implementation = _resolve(implementation, x)
     operands = (x, weight, lora, bias, residual)
     cache = (rotary, kv_pages, page, offset)
     if implementation == "xla":
@@ -196,7 +196,14 @@ def lora_rotary(
 
 def _apply(form, x, weight, lora, bias, residual, implementation):
     _check(x, weight, lora, bias, residual)
-    return _linear(form, resolve(implementation), x, weight, lora, bias, residual)
+    operands = (x, weight, lora, bias, residual)
+    return _linear(form, _resolve(implementation, x), *operands)
+
+
+def _resolve(implementation: str | None, x: Array | NormedRows) -> str:
+    """Return the implementation that runs: no rows are XLA's."""
+    resolved = resolve(implementation)
+    return resolved if x.shape[0] else "xla"
 
 
 def _check(
@@ -206,6 +213,7 @@ def _check(
     bias: Array | None,
     residual: Array | None,
 ) -> None:
+    _ops.check_lora(lora)
     if len(x.shape) != 2 or weight.ndim != 2 or x.shape[1] != weight.shape[1]:
         raise ValueError(
             "x must be [rows, d_in] and weight [d_out, d_in], got "

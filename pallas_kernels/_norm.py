@@ -132,15 +132,15 @@ def rms_norm(
       x: the rows.
       weight: of the rows' dtype.
       eps: keeps a row of zeros finite.
-      implementation: see `resolve`. Other shapes than `[rows, width]`, and rows that
-        one program cannot hold, take the XLA form anyway.
+      implementation: see `resolve`. Other shapes than `[rows, width]`, no rows, and
+        rows that one program cannot hold, take the XLA form anyway.
 
     Raises:
       ValueError: the weight is not the rows'.
     """
     require("the norm's weight", weight, x.shape[-1:], x.dtype)
     implementation = resolve(implementation)
-    if x.ndim != 2 or x.shape[1] > _MAX_WIDTH:
+    if x.ndim != 2 or not x.shape[0] or x.shape[1] > _MAX_WIDTH:
         implementation = "xla"
     return _norm(implementation, eps, x, weight)
 

@@ -4,8 +4,10 @@ Kernels load without a check: what is too short would be read past its end.
 """
 
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any
 
+import jax.numpy as jnp
 from jax import Array
 
 
@@ -16,3 +18,28 @@ def require(name: str, operand: Array, shape: Sequence[int], dtype: Any) -> None
             f"{name} must be {dtype}{list(shape)}, got "
             f"{operand.dtype}{list(operand.shape)}"
         )
+
+
+def require_count(name: str, value: Any, least: int = 1) -> None:
+    """Raise `ValueError` unless a value is an integer, and not below the least."""
+    is_integer = isinstance(value, Integral) and not isinstance(value, bool)
+    if not is_integer or value < least:
+        raise ValueError(
+            f"{name} must be an integer of at least {least}, got {value!r}"
+        )
+
+
+def as_slots(slots: Array, num_slots: int) -> Array:
+    """Return `i32` slots, -1 for none: of 64 bits, what is no slot could become one."""
+    if slots.dtype.itemsize > 4:
+        slots = jnp.where((slots >= 0) & (slots < num_slots), slots, -1)
+    return slots.astype(jnp.int32)
+
+
+def as_array(name: str, value: Any) -> Array:
+    """Return a value as an array; raise `ValueError` if it is none."""
+    try:
+        return jnp.asarray(value)
+    except (TypeError, ValueError) as error:
+        kind = type(value).__name__
+        raise ValueError(f"{name} must be an array, got {kind}: {error}") from None

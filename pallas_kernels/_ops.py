@@ -18,6 +18,7 @@ from punica_jax.pallas_kernels import _segment_outer, _sgmv, reference
 from punica_jax.pallas_kernels._dispatch import resolve
 from punica_jax.pallas_kernels._launch import varying_alike
 from punica_jax.pallas_kernels._norm import NormedRows
+from punica_jax.pallas_kernels._operands import as_array, as_slots, require_count
 from punica_jax.pallas_kernels._pool import RANK_PAGE, LoraPool
 from punica_jax.pallas_kernels._segments import (
     DEFAULT_BLOCK_ROWS,
@@ -57,7 +58,7 @@ def segment_metadata(
     Raises:
       ValueError: a shape, dtype or count breaks these rules.
     """
-    slots = jnp.asarray(slots)
+    slots = as_array("slots", slots)
     if slots.ndim not in (1, 2) or not slots.size:
         raise ValueError(
             "slots must be i32[rows] or i32[rows, k] with rows and k at least 1, got "
@@ -65,23 +66,19 @@ def segment_metadata(
         )
     if not jnp.issubdtype(slots.dtype, jnp.signedinteger):
         raise ValueError(f"slots must be signed integers, got {slots.dtype}")
-    weights = None if weights is None else jnp.asarray(weights)
+    weights = None if weights is None else as_array("weights", weights)
     if weights is not None and weights.shape != slots.shape:
         raise ValueError(
             f"weights must have the shape of slots {slots.shape}, got {weights.shape}"
         )
-    integer = int | np.integer
-    if not isinstance(num_slots, integer) or num_slots < 1:
-        raise ValueError(
-            f"num_slots must be an integer of at least 1, got {num_slots!r}"
-        )
-    is_integer = isinstance(block_rows, integer)
-    if not is_integer or block_rows < 16 or block_rows & (block_rows - 1):
+    require_count("num_slots", num_slots)
+    require_count("block_rows", block_rows, 16)
+    if block_rows & (block_rows - 1):
         raise ValueError(
             f"block_rows must be a power of two of at least 16, got {block_rows!r}"
         )
     implementation = resolve(implementation)
-    slots = jnp.atleast_2d(slots.astype(jnp.int32).T)
+    slots = jnp.atleast_2d(as_slots(slots, num_slots).T)
     if implementation == "xla":
         block_rows = DEFAULT_BLOCK_ROWS
     if implementation == "xla" or slots.shape[1] > MAX_KERNEL_ROWS:
@@ -121,6 +118,7 @@ def shrink(
     Raises:
       ValueError: `x` does not fit the pool or the segments.
     """
+    check_lora((pool, segments))
     check_operand("x", x, pool.d_in, pool, segments)
     implementation = resolve(implementation)
     if implementation == "xla":
@@ -161,6 +159,7 @@ def expand(
     Raises:
       ValueError: an operand does not fit the pool or the segments.
     """
+    check_lora((pool, segments))
     check_operand("y", y, pool.d_out, pool, segments)
     entries = segments.num_passes * segments.num_rows
     if v.shape[1:] != (entries, pool.num_modules * pool.max_rank):
@@ -212,6 +211,7 @@ def lora(
     Raises:
       ValueError: an operand does not fit the pool or the segments.
     """
+    check_lora((pool, segments))
     x, y = jnp.asarray(x), jnp.asarray(y)
     check_operand("x", x, pool.d_in, pool, segments)
     check_operand("y", y, pool.d_out, pool, segments)
@@ -309,6 +309,20 @@ def _used_ranks(pool: LoraPool, segments: Segments) -> Array:
 
 def _no_gradient(array: Array):
     return np.zeros(array.shape, jax.dtypes.float0)
+
+
+def check_lora(lora: Any) -> None:
+    """Raise unless this is a pool with segments, or None."""
+    if lora is None:
+        return
+    parts = lora if isinstance(lora, tuple | list) else [lora]
+    kinds = LoraPool, Segments
+    if len(parts) != 2 or not all(map(isinstance, parts, kinds)):
+        raise ValueError(
+            "lora must be (pool, segments), a LoraPool such as pools.layer(i).qkv and "
+            "what segment_metadata returns, or None, got "
+            f"({', '.join(type(part).__name__ for part in parts)})"
+        )
 
 
 def check_operand(

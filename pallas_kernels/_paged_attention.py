@@ -15,6 +15,7 @@ from punica_jax.pallas_kernels import _attention_reference
 from punica_jax.pallas_kernels._attention_decode import decode_attention
 from punica_jax.pallas_kernels._attention_prefill import prefill_attention
 from punica_jax.pallas_kernels._dispatch import resolve
+from punica_jax.pallas_kernels._operands import require_count
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _MAX_HEAD_DIM = 256
@@ -151,5 +152,4 @@ def _check(
             f"page_size must be a power of two and at least {_MIN_PAGE_SIZE}, got "
             f"{page_size}"
         )
-    if max_query_len < 1:
-        raise ValueError(f"max_query_len must be at least 1, got {max_query_len}")
+    require_count("max_query_len", max_query_len)

@@ -13,6 +13,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Int
 
+from punica_jax.pallas_kernels._operands import as_array
+
 # One page holds this many consecutive ranks: the least that a tensor-core product
 # takes, so a finer page would save memory but no time.
 RANK_PAGE = 16
@@ -134,6 +136,7 @@ def pack_adapters(
     Raises:
       ValueError: the shapes or dtypes do not fit each other.
     """
+    a, b = as_array("a", a), as_array("b", b)
     if a.ndim != 3 or b.ndim != 3 or a.shape[:2] != (b.shape[0], b.shape[2]):
         raise ValueError(
             "a must be [slots, rank, d_in] and b [slots, d_out, rank], "
@@ -147,7 +150,7 @@ def pack_adapters(
     slots, rank, d_in = a.shape
     d_out = b.shape[1]
     if ranks is not None:
-        ranks = jnp.asarray(ranks)
+        ranks = as_array("ranks", ranks)
         if ranks.shape != (slots,) or not jnp.issubdtype(ranks.dtype, jnp.integer):
             raise ValueError(
                 f"ranks must be integers, one for each of {slots} slots, got "

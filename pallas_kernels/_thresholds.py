@@ -5,6 +5,7 @@ sorted: a limit is found digit by digit, each digit by one pass over the row.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -13,6 +14,7 @@ from jaxtyping import Bool, Float32, Int32
 from punica_jax.pallas_kernels._digit_buckets import LEAST_KEY, Weighing, order_keys
 from punica_jax.pallas_kernels._digit_search import largest_reaching
 from punica_jax.pallas_kernels._dispatch import resolve
+from punica_jax.pallas_kernels._operands import require
 
 # Bits of a key that one pass decides off NVIDIA GPUs.
 _DIGIT_BITS = 4
@@ -38,7 +40,11 @@ def kth_largest(
     Returns:
       The value's key, see `order_keys`; where k is off, or more than there are values,
       the least int32, below every key.
+
+    Raises:
+      ValueError: a shape or dtype is another one.
     """
+    _check(values, {"k": (k, jnp.int32)})
     implementation = resolve(implementation)
     if implementation != "xla":
         return largest_reaching(
@@ -51,6 +57,16 @@ def kth_largest(
     ones = jnp.ones_like(keys)
     found = _largest(lambda limits: _sums_from(ones, keys, limits) >= k[:, None], keys)
     return jnp.where(k > 0, found, LEAST_KEY)
+
+
+def _check(values: Array, of_rows: dict[str, tuple[Array, Any]]) -> None:
+    if values.ndim != 2 or values.dtype != jnp.float32 or 0 in values.shape:
+        raise ValueError(
+            "values must be float32[rows, vocab], neither of them 0, got "
+            f"{values.dtype}{list(values.shape)}"
+        )
+    for name, (operand, dtype) in of_rows.items():
+        require(name, operand, values.shape[:1], jnp.dtype(dtype))
 
 
 def nucleus(
@@ -80,7 +96,16 @@ def nucleus(
       and the next lower value's: a filter keeps the same. Where the share is off the
       least int32, below every key, and also where the rounded sum of everything does
       not reach it.
+
+    Raises:
+      ValueError: a shape or dtype is another one.
     """
+    of_rows = {
+        "share": (share, jnp.float32),
+        "temperature": (temperature, jnp.float32),
+        "floor": (floor, jnp.int32),
+    }
+    _check(values, {name: own for name, own in of_rows.items() if own[0] is not None})
     implementation = resolve(implementation)
     top = jnp.max(values, axis=-1)
     if implementation != "xla":

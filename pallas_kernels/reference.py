@@ -209,8 +209,8 @@ def rotary(
       q, rotated, and the pages with each row's k and v at `[:, page, :, offset]`.
     """
     _, _, kv_heads, _, head_dim = kv_pages.shape
-    x = y.reshape(y.shape[0], -1, head_dim)
-    heads = x.shape[1] - 2 * kv_heads
+    heads = y.shape[1] // head_dim - 2 * kv_heads
+    x = y.reshape(y.shape[0], heads + 2 * kv_heads, head_dim)
     q, k, v = jnp.split(x, [heads, heads + kv_heads], axis=1)
     q, k = (rotate(part, tables) for part in (q, k))
     return q, store_rows(kv_pages, k, v, page, offset)

@@ -3,6 +3,8 @@
 Knows dense stacks of adapters only.
 """
 
+import itertools
+
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
@@ -42,7 +44,8 @@ def lora(
     Raises:
       ValueError: shapes or dtypes do not fit.
     """
-    y, x, a, b, slots = map(jnp.asarray, (y, x, a, b, slots))
+    named = {"y": y, "x": x, "a": a, "b": b, "slots": slots}
+    y, x, a, b, slots = itertools.starmap(pallas_kernels.as_array, named.items())
     if y.ndim != 2 or slots.shape != y.shape[:1]:
         raise ValueError(
             f"y must be [rows, d_out] and slots i32[rows], got y {y.shape} and slots "

@@ -3,6 +3,7 @@
 Knows token arrays; nothing of text, files or requests. `LLM` is the form that streams.
 """
 
+import itertools
 from collections.abc import Collection, Mapping, Sequence, Set
 from typing import Any
 
@@ -13,6 +14,7 @@ from jaxtyping import Float, Int, UInt
 
 from punica_jax.batch import Batch
 from punica_jax.models import KvCache, Llama, LoraPools, SeqTable
+from punica_jax.pallas_kernels import as_array, as_slots
 from punica_jax.request import is_integer
 from punica_jax.sampling import sample
 from punica_jax.step import StepResult, run_step
@@ -63,12 +65,20 @@ def generate(
       The new tokens, 0 where a sequence has ended, and their number.
 
     Raises:
-      ValueError: shapes do not fit, max_new_tokens is below 1, or tokens, lengths,
-        slots, `top_k` or seeds are no integers.
+      ValueError: `model` or `pools` is something else, shapes do not fit,
+        max_new_tokens is below 1, or tokens, lengths, slots, `top_k` or seeds are no
+        integers.
     """
-    prompt_tokens, prompt_lens, slots = map(
-        jnp.asarray, (prompt_tokens, prompt_lens, slots)
-    )
+    if not isinstance(model, Llama):
+        kind = type(model).__name__
+        raise ValueError(f"model must be what load_model returns, got {kind}")
+    if pools is not None and not isinstance(pools, LoraPools):
+        kind = type(pools).__name__
+        raise ValueError(
+            f"pools must be what load_adapters returns, or None, got {kind}"
+        )
+    named = {"prompt_tokens": prompt_tokens, "prompt_lens": prompt_lens, "slots": slots}
+    prompt_tokens, prompt_lens, slots = itertools.starmap(as_array, named.items())
     if prompt_tokens.ndim != 2 or 0 in prompt_tokens.shape:
         raise ValueError(
             f"prompt_tokens must be i32[seqs >= 1, max_prompt >= 1], "
@@ -107,7 +117,8 @@ def generate(
     page_table = jnp.arange(seqs * pages_per_seq, dtype=jnp.int32)
     page_table = page_table.reshape(seqs, pages_per_seq)
     cache = KvCache.zeros(model.config, seqs * pages_per_seq, page_size, model.dtype)
-    prompt_lens, slots = prompt_lens.astype(jnp.int32), slots.astype(jnp.int32)
+    prompt_lens = prompt_lens.astype(jnp.int32)
+    slots = as_slots(slots, 0 if pools is None else pools.num_slots)
     if seeds is None:
         seeds = jnp.zeros((seqs,), jnp.uint32)
 

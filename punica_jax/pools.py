@@ -32,8 +32,12 @@ def load_adapters(
 
     Raises:
       AdapterError: an adapter is broken, does not fit, or has values not finite.
-      ValueError: `paths` is empty, or something else, such as a mapping.
+      ValueError: `model` is none, or `paths` is empty or something else, such as a
+        mapping.
     """
+    if not isinstance(model, Llama):
+        kind = type(model).__name__
+        raise ValueError(f"model must be what load_model returns, got {kind}")
     kinds = (str, os.PathLike)
     if isinstance(paths, kinds):
         paths = [paths]

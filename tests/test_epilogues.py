@@ -446,6 +446,26 @@ def test_no_kernel_gets_what_does_not_fit(bad, what, implementation):
         lora_normed(weight=weight, norm=norm, **options)
 
 
+@pytest.mark.parametrize("implementation", ["xla", "pallas_interpret", GPU])
+def test_no_rows(implementation):
+    options = {"implementation": implementation}
+    x, weight = jnp.zeros((0, 32), "bfloat16"), jnp.ones((48, 32), "bfloat16")
+    norm = Norm(jnp.ones(48, "bfloat16"), 1e-5)
+    assert lora_linear(x, weight, **options).shape == (0, 48)
+    assert lora_gated(x, weight, **options).shape == (0, 24)
+    y, normed = lora_normed(x, weight, norm, **options)
+    assert (
+        y.shape == normed.shape == rms_norm(y, norm.weight, eps=1e-5, **options).shape
+    )
+    cache = make_cache("bfloat16", 1)
+    none = {name: getattr(cache, name)[:0] for name in ("page", "offset")}
+    cache = cache._replace(rotary=tuple(t[:0] for t in cache.rotary), **none)
+    wide = jnp.ones(((HEADS + 2 * KV_HEADS) * HEAD_DIM, 32), "bfloat16")
+    q, kv_pages = lora_rotary(x, wide, *cache, **options)
+    assert q.shape == (0, HEADS, HEAD_DIM)
+    np.testing.assert_array_equal(np.float32(kv_pages), np.float32(cache.kv_pages))
+
+
 LINEAR_DTYPES = [
     ("float32", "xla"),
     ("bfloat16", "xla"),

@@ -317,7 +317,7 @@ def test_cache_shapes():
     assert cache.kv[1].dtype == jnp.bfloat16
     pointers = {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(cache)}
     assert len(pointers) == 2
-    with pytest.raises(ValueError, match="num_pages must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="num_pages must be an integer of at least 1"):
         KvCache.zeros(CONFIG, 0, 16)
 
 

@@ -110,6 +110,23 @@ def test_generate_checks_its_arguments(checkpoint):
         pj.generate(model, None, one[None], one, one, max_new_tokens=0)
     with pytest.raises(ValueError, match="exceed the model's max_position_embeddin"):
         pj.generate(model, None, one[None], one, one, max_new_tokens=128)
+    with pytest.raises(
+        ValueError, match="model must be what load_model returns, got s"
+    ):
+        pj.generate(cast(Any, "model"), None, one[None], one, one, max_new_tokens=2)
+    with pytest.raises(
+        ValueError, match=r"pools must be what load_adapters .* got list"
+    ):
+        pj.generate(model, cast(Any, []), one[None], one, one, max_new_tokens=2)
+    for prompts in (["hello"], [[1, 2], [3]]):
+        with pytest.raises(
+            ValueError, match="prompt_tokens must be an array, got list"
+        ):
+            pj.generate(model, None, cast(Any, prompts), one, one, max_new_tokens=2)
+    with pytest.raises(
+        ValueError, match="model must be what load_model returns, got s"
+    ):
+        pj.load_adapters(cast(Any, "model"), [checkpoint / "a"])
     with pytest.raises(ValueError, match=r"page_size must be a power of two .* got 0"):
         pj.generate(model, None, one[None], one, one, max_new_tokens=1, page_size=0)
     arrays = {"prompt_tokens": one[None], "prompt_lens": one, "slots": one}

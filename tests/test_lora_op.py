@@ -424,6 +424,47 @@ def test_bad_dtypes_and_slots():
         pj.lora(*(t.astype(half) for t in (y, x, a, b)), slots)
 
 
+@pytest.mark.parametrize("implementation", ["xla", "pallas_interpret"])
+def test_slots_of_64_bits_are_none_where_they_are_too_large(implementation):
+    with jax.enable_x64(True):
+        y, x = jnp.zeros((3, 16), jnp.float32), jnp.ones((3, 16), jnp.float32)
+        a, b = jnp.ones((2, 8, 16), jnp.float32), jnp.ones((2, 16, 8), jnp.float32)
+        slots = jnp.asarray([0, 1 << 32, -(1 << 32) + 1], jnp.int64)
+        found = pj.lora(y, x, a, b, slots, implementation=implementation)
+    np.testing.assert_array_equal(found[:, 0], [128, 0, 0])
+
+
+def test_operands_that_are_no_arrays():
+    good = {"y": jnp.zeros((3, 16)), "x": jnp.ones((3, 16)), "slots": np.zeros(3, int)}
+    good |= {"a": np.ones((2, 8, 16)), "b": np.ones((2, 16, 8))}
+    for name in good:
+        with pytest.raises(ValueError, match=f"^{name} must be an array, got NoneType"):
+            pj.lora(**good | {name: None})
+    with pytest.raises(ValueError, match=r"^a must be an array, got dict"):
+        pack_adapters({}, good["b"])
+    pool = pack_adapters(good["a"].tolist(), good["b"].tolist())
+    with pytest.raises(ValueError, match=r"got \(NoneType, ndarray\)"):
+        lora(good["y"], good["x"], None, good["slots"])
+    with pytest.raises(ValueError, match=r"got \(LoraPool\)"):
+        lora_linear(good["x"], jnp.ones((16, 16)), pool)
+
+
+@pytest.mark.parametrize(
+    ("d_in", "d_outs", "message"),
+    [
+        (16, 24.0, "d_outs must be an integer of at least 1, got 24.0"),
+        ("16", 24, "d_in must be an integer of at least 1, got '16'"),
+        (16, (8, -24), "d_outs must be an integer of at least 1, got -24"),
+        (0, 24, "d_in must be an integer of at least 1, got 0"),
+        (16, [], "d_outs must have a width for each module, got none"),
+    ],
+)
+def test_widths_that_are_none(d_in, d_outs, message):
+    with pytest.raises(ValueError, match=message):
+        LoraLinear(d_in, d_outs, rngs=nnx.Rngs(0))
+    assert LoraLinear(16, np.int64(24), rngs=nnx.Rngs(0)).d_outs == (24,)
+
+
 def test_a_pair_of_a_linear_layer_that_is_none():
     layer = LoraLinear(16, 24, rngs=nnx.Rngs(0))
     pool = pack_adapters(jnp.ones((3, 4, 16)), jnp.ones((3, 24, 4)))

@@ -285,3 +285,24 @@ def test_any_cut_finds_the_same(config):
 def test_a_config_that_no_kernel_has(fields, message):
     with pytest.raises(ValueError, match=message):
         DigitConfig(**{"digits": (4,) * 8} | fields)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "pallas_interpret"])
+def test_operands_that_do_not_fit(implementation):
+    values, ones = np.ones((3, 9), np.float32), np.ones(3, np.float32)
+    for bad, got in (
+        (values[0], r"float32\[9\]"),
+        (values[:0], r"float32\[0, 9\]"),
+        (values.astype(np.int32), r"int32\[3, 9\]"),
+    ):
+        with pytest.raises(ValueError, match=f"values must be float32.* got {got}"):
+            _kth(implementation)(bad, np.ones(3, np.int32))
+    for bad in (np.ones(2, np.int32), ones):
+        with pytest.raises(ValueError, match=r"k must be int32\[3\], got"):
+            _kth(implementation)(values, bad)
+    find = functools.partial(nucleus, implementation=implementation)
+    given = {"share": ones, "temperature": ones, "floor": np.ones(3, np.int32)}
+    for name, good in given.items():
+        message = rf"{name} must be {good.dtype}\[3\], got {good.dtype}\[2\]"
+        with pytest.raises(ValueError, match=message):
+            find(values, **given | {name: good[:2]})

@@ -231,6 +231,11 @@ def test_throughput_is_of_cases_that_both_were_measured_in():
     later = [r | newer for r in steps if r["method"] == "ours"]
     _, axis = plots.draw_throughput([*steps, *later]).axes
     assert [bar.get_height() for bar in axis.patches] == heights
+    # Of two runs the later one counts, wherever else its commit had records before.
+    first = {"benchmark": "order", "commit": "new"}
+    again = [r | newer for r in steps]
+    _, axis = plots.draw_throughput([first, *steps, *again]).axes
+    assert {bar.get_height() for bar in axis.patches} == {1.0}
     with pytest.raises(plots.NothingToDraw, match="of ours and of group_swap"):
         eight = [r for r in made.decode_records() if r["shape"] == "8B"]
         seven = [r for r in steps if r["method"] == "group_swap"]

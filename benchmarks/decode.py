@@ -30,6 +30,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.command_words import parse_contexts, parse_count, parse_ranks
 from benchmarks.decode_goals import judge, judge_ranks
 from benchmarks.decode_rivals import LAUNCHES, AnyRunner, Stacks, adapt
 from benchmarks.device_time import PEAK_BYTES_PER_S
@@ -50,7 +51,6 @@ POPULARITIES: tuple[Popularity, ...] = ("identical", "uniform", "skewed", "disti
 METHODS = ("ours", *LAUNCHES, "group_swap")
 # The page table has room for this at least, so that contexts share their programs.
 LEAST_MAX_CONTEXT = 640
-_SPAN_STRIDE = 4
 # What bfloat16's rounding in 32 layers stays under, and a row's wrong adapter does not.
 _MAX_LOGITS_OFF = 0.3
 
@@ -88,34 +88,6 @@ class Case:
     def context_label(self) -> int | str:
         first, last = self.contexts[0], self.contexts[-1]
         return first if first == last else f"{first}..{last}"
-
-
-def parse_contexts(text: str) -> tuple[int, ...]:
-    """Read `512` or `512..640`.
-
-    Raises:
-      argparse.ArgumentTypeError: it is neither.
-    """
-    first, _, last = text.partition("..")
-    ends = first, last or first
-    if not all(end.isdecimal() for end in ends) or not 1 <= int(first) <= int(ends[1]):
-        raise argparse.ArgumentTypeError(f"must be N or N..M, N from 1, got {text!r}")
-    return tuple(range(int(first), int(ends[1]) + 1, _SPAN_STRIDE))
-
-
-def parse_ranks(text: str) -> tuple[int, ...]:
-    """Read `16` or `8,16,64`; raises as `parse_contexts`."""
-    ranks = text.split(",")
-    if not all(rank.isdecimal() and int(rank) >= 1 for rank in ranks):
-        raise argparse.ArgumentTypeError(f"must be N or N,N,... from 1, got {text!r}")
-    return tuple(map(int, ranks))
-
-
-def parse_count(text: str) -> int:
-    """Read an integer of at least 1; raises as `parse_contexts`."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be an integer from 1, got {text!r}")
-    return int(text)
 
 
 def batches_of(bench: BenchModel, case: Case, method: str) -> list[Batch]:

@@ -19,61 +19,21 @@ from matplotlib.figure import Figure
 from matplotlib.text import Annotation
 from matplotlib.transforms import Bbox
 
-from benchmarks.provenance import RESULTS, Record, load, source
-from benchmarks.readme_tables import (
-    METHODS,
-    POPULARITIES,
-    counted_alike,
-    is_of_device,
-    is_whole,
+from benchmarks.plot_records import (
+    NothingToDraw,
+    Records,
+    choose,
+    last_by,
+    runs_of,
+    steps_at_512,
 )
+from benchmarks.provenance import RESULTS, Record, load, source
+from benchmarks.readme_tables import METHODS, POPULARITIES
 from benchmarks.serving_goals import LEAST_OVER_SWAP
 
-Records = Sequence[Record]
-
-# What tells one case of a benchmark from another.
-CASES = {
-    "decode": ("shape", "rows", "context", "popularity", "method", "ranks"),
-    "sgmv": ("cell",),
-    "ceilings": (),
-    "adapters_step": ("shape", "rows", "adapters"),
-    "adapters_op": ("width", "rows", "adapters", "method"),
-    "order": ("width", "rows", "popularity", "order", "method"),
-}
-# Decode steps of other ranks are another matter.
-RANKS = ([], [16])
 _SIZES = ("shape", "rows", "popularity")
 MARKS = "osD^vP"
 DASHES = ("-", "--", "-.", ":", (0, (1, 3)), (0, (6, 1)))
-
-
-class NothingToDraw(ValueError):
-    """A plot's records are not there."""
-
-
-def choose(records: Records, benchmark: str, **fields: Any) -> list[Record]:
-    """Return the last record of each case with these fields, if the device took it.
-
-    Raises:
-      NothingToDraw: there is none.
-    """
-    found = {
-        str([record.get(name) for name in CASES[benchmark]]): record
-        for record in records
-        if record["benchmark"] == benchmark
-        and all(record.get(name) == value for name, value in fields.items())
-    }
-    chosen = [one for one in found.values() if is_of_device(one)]
-    if not chosen:
-        wanted = ", ".join(f"{name} {value}" for name, value in fields.items())
-        raise NothingToDraw(f"no records of {benchmark} {wanted}".strip())
-    return chosen
-
-
-def last_by(records: Records, *names: str) -> dict[Any, Record]:
-    """Return the last record for each value of some fields, in order of value."""
-    found = {tuple(record[name] for name in names): record for record in records}
-    return {key[0] if len(names) == 1 else key: found[key] for key in sorted(found)}
 
 
 def panels(
@@ -96,15 +56,6 @@ def panels(
         axis.set_title(panel, fontsize="medium")
         axis.grid(alpha=0.3)
     return figure, axes[: len(titles)]
-
-
-def steps_at_512(records: Records, *methods: str) -> list[Record]:
-    """Return the steps to draw beside each other."""
-    records = [r for r in records if r["benchmark"] == "decode" and is_whole(r)]
-    steps = [
-        s for m in methods for s in choose(records, "decode", method=m, context=512)
-    ]
-    return counted_alike([step for step in steps if step["ranks"] in RANKS])
 
 
 def draw_latency(records: Records) -> Figure:
@@ -292,17 +243,11 @@ def plain(method: str) -> str:
 
 
 def draw_throughput(records: Records) -> Figure:
-    """Tokens a second of one mixed batch, and of a batch for each adapter, in one run.
-
-    A run is what has one commit.
-    """
+    """Tokens a second, in one run, of a mixed batch and of a batch for each adapter."""
     methods = ("ours", "group_swap")
-    runs: dict[str, list[Record]] = {}  # the one that was added to last comes last
-    for record in (one for one in records if one["benchmark"] == "decode"):
-        runs[record["commit"]] = [*runs.pop(record["commit"], []), record]
     mixed: dict[Any, Record] = {}
     swap: dict[Any, Record] = {}
-    for run in runs.values():
+    for run in runs_of(records, "decode"):
         with contextlib.suppress(NothingToDraw):
             steps = steps_at_512(run, *methods)
             ours, theirs = (

@@ -149,7 +149,7 @@ def save_adapter(
     bind_tensors(PeftLoraConfig.from_fields(fields), config, shapes)
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(fields, indent=2, sort_keys=True, default=_of_numpy)
+    text = json.dumps(fields, indent=2, sort_keys=True, default=np.generic.item)
     (path / CONFIG_FILE).write_text(text + "\n", encoding="utf-8")
     save_file(arrays, path / WEIGHTS_FILE, metadata={"format": "pt"})
 
@@ -215,13 +215,6 @@ def _as_files(
         arrays[tensor_name(module.path, "A")] = np.ascontiguousarray(a)
         arrays[tensor_name(module.path, "B")] = np.ascontiguousarray(b)
     return all_fields, arrays
-
-
-def _of_numpy(value: Any) -> Any:
-    """Return a scalar of NumPy's as JSON has it."""
-    if isinstance(value, np.generic):
-        return value.item()
-    raise TypeError(f"{value!r} is no value of JSON")
 
 
 def _factors(module: BaseModule, pair: Any) -> tuple[np.ndarray, np.ndarray]:

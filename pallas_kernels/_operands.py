@@ -20,10 +20,15 @@ def require(name: str, operand: Array, shape: Sequence[int], dtype: Any) -> None
         )
 
 
+def is_count(value: Any, least: int = 1) -> bool:
+    """Tell whether a value is an integer, and not below the least."""
+    is_integer = isinstance(value, Integral) and not isinstance(value, bool)
+    return is_integer and int(value) >= least
+
+
 def require_count(name: str, value: Any, least: int = 1) -> None:
     """Raise `ValueError` unless a value is an integer, and not below the least."""
-    is_integer = isinstance(value, Integral) and not isinstance(value, bool)
-    if not is_integer or value < least:
+    if not is_count(value, least):
         raise ValueError(
             f"{name} must be an integer of at least {least}, got {value!r}"
         )

@@ -18,7 +18,12 @@ from punica_jax.pallas_kernels import _segment_outer, _sgmv, reference
 from punica_jax.pallas_kernels._dispatch import resolve
 from punica_jax.pallas_kernels._launch import varying_alike
 from punica_jax.pallas_kernels._norm import NormedRows
-from punica_jax.pallas_kernels._operands import as_array, as_slots, require_count
+from punica_jax.pallas_kernels._operands import (
+    as_array,
+    as_slots,
+    is_count,
+    require_count,
+)
 from punica_jax.pallas_kernels._pool import RANK_PAGE, LoraPool
 from punica_jax.pallas_kernels._segments import (
     DEFAULT_BLOCK_ROWS,
@@ -72,8 +77,7 @@ def segment_metadata(
             f"weights must have the shape of slots {slots.shape}, got {weights.shape}"
         )
     require_count("num_slots", num_slots)
-    require_count("block_rows", block_rows, 16)
-    if block_rows & (block_rows - 1):
+    if not is_count(block_rows, 16) or block_rows & (block_rows - 1):
         raise ValueError(
             f"block_rows must be a power of two of at least 16, got {block_rows!r}"
         )

@@ -5,6 +5,7 @@ Knows names and the engine's thread; files are the business of `adapter_sources`
 
 from punica_jax.adapter_sources import AdapterSources, Reader
 from punica_jax.engine_thread import EngineThread
+from punica_jax.request import check_flag
 from punica_jax.versions import Version
 
 
@@ -38,7 +39,9 @@ class AdapterFinder:
 
         Raises:
           UnknownAdapterError: no adapter has that name.
+          ValueError: `cancel` is neither True nor False.
         """
+        check_flag("cancel", cancel)
         self.find(name)
         can_be_found = self._sources.find(name) is not None
         return await self._thread.ask(self._unload, name, cancel, can_be_found)

@@ -21,6 +21,7 @@ from punica_jax.models import (
     read_adapter,
 )
 from punica_jax.placements import check_name, check_sources
+from punica_jax.request import check_flag
 
 # A PEFT directory or an id of the hub, or weights: see `save_adapter`.
 AdapterSource: TypeAlias = (
@@ -133,3 +134,14 @@ class AdapterSources:
         return make_adapter(
             self._config, tensors, dtype=self._dtype, empty=self.empty, **fields
         )
+
+
+def checked_flags(allow_nan: Any, pin: Any) -> dict[str, Any]:
+    """Return how an engine's thread is to take an adapter.
+
+    Checked before it has it: an error there would be everybody's.
+    """
+    check_flag("allow_nan", allow_nan)
+    if pin is not None:
+        check_flag("pin", pin)
+    return {"allow_nan": allow_nan, "is_pinned": pin}

@@ -19,7 +19,7 @@ from typing import Any, Unpack
 import jax.numpy as jnp
 
 from punica_jax.adapter_finder import AdapterFinder
-from punica_jax.adapter_sources import AdapterSource, AdapterSources
+from punica_jax.adapter_sources import AdapterSource, AdapterSources, checked_flags
 from punica_jax.base_model import BaseModel
 from punica_jax.chat import ChatOptions
 from punica_jax.engine_config import EngineConfig
@@ -29,7 +29,7 @@ from punica_jax.jax_options import options_of_this_thread
 from punica_jax.loop import StepLoop
 from punica_jax.memory import bytes_text, host_adapter_bytes
 from punica_jax.prompts import Prompts
-from punica_jax.request import SamplingParams, Terms, check_flag
+from punica_jax.request import SamplingParams, Terms
 from punica_jax.request_state import RequestState, check_state
 from punica_jax.residence import MAX_STAGED, AdapterResidence
 from punica_jax.sequence import DEFAULT_TERMS
@@ -265,10 +265,9 @@ class Engine:
         Raises:
           ValueError: the name is empty, or a flag neither True nor False.
         """
-        _check_flags(allow_nan, pin)
+        options = checked_flags(allow_nan, pin)
         reader = self._sources.reader(name, source, fields)
         self._finder.may_find(name)
-        options = {"allow_nan": allow_nan, "is_pinned": pin}
         self._thread.do(self._residence.register, name, *reader, **options)
 
     async def load_adapter(
@@ -289,9 +288,9 @@ class Engine:
           ValueError: it cannot be read, does not fit the base, is too large, or is not
             finite.
         """
-        _check_flags(allow_nan, pin)
+        options = checked_flags(allow_nan, pin)
         reader = self._sources.reader(name, source, fields)
-        await self._thread.load(name, *reader, allow_nan=allow_nan, is_pinned=pin)
+        await self._thread.load(name, *reader, **options)
         self._finder.may_find(name)
 
     async def unload_adapter(self, name: str, *, cancel: bool = False) -> None:
@@ -305,7 +304,6 @@ class Engine:
         Raises:
           UnknownAdapterError: no adapter has that name.
         """
-        check_flag("cancel", cancel)
         version = await self._finder.unload(name, cancel=cancel)
         await asyncio.wrap_future(version.gone)
 
@@ -321,7 +319,6 @@ class Engine:
         Raises:
           UnknownAdapterError: no adapter has that name.
         """
-        check_flag("is_pinned", is_pinned)
         self._finder.find(name)
         await self._thread.ask(self._residence.pin, name, is_pinned)
 
@@ -361,10 +358,3 @@ class Engine:
         )
         name = f"request {uuid.uuid4()}" if name is None else name
         return EngineRequest(name, sequences, sequences[0].sampling, terms, fresh)
-
-
-def _check_flags(allow_nan: bool, pin: bool | None) -> None:
-    """Raise ValueError here, and not amid the turn of the engine's thread."""
-    check_flag("allow_nan", allow_nan)
-    if pin is not None:
-        check_flag("pin", pin)

@@ -7,7 +7,7 @@ import re
 import pytest
 from matplotlib.image import imread
 
-from benchmarks import plots
+from benchmarks import plot_records, plots
 from benchmarks.provenance import load
 from tests import benchmark_records as made
 
@@ -69,7 +69,7 @@ def test_steps_that_count_the_first_launch_stand_beside_no_others():
         record | {"from_second_step": True, "step_ms": 2.5}
         for record in steps
         if line_of(record)[2:] in (("none", "backbone"), ("distinct", "ours"))
-        and record["ranks"] in plots.RANKS
+        and record["ranks"] in plot_records.RANKS
     ]
     axis = plots.draw_latency([*steps, *new]).axes[0]
     assert line(axis, "distinct")[1][-1] == line(axis, "none")[1][-1] == 2.5

@@ -22,6 +22,7 @@ from punica_jax.pallas_kernels import (
     reference,
 )
 from punica_jax.pallas_kernels._dispatch import resolve
+from punica_jax.pallas_kernels._lora_operands import check_lora, check_operand
 from punica_jax.pallas_kernels._norm import Norm, NormedRows, divided, rms_norm
 from punica_jax.pallas_kernels._operands import require
 from punica_jax.pallas_kernels._pool import LoraPool
@@ -213,7 +214,7 @@ def _check(
     bias: Array | None,
     residual: Array | None,
 ) -> None:
-    _ops.check_lora(lora)
+    check_lora(lora)
     if len(x.shape) != 2 or weight.ndim != 2 or x.shape[1] != weight.shape[1]:
         raise ValueError(
             "x must be [rows, d_in] and weight [d_out, d_in], got "
@@ -237,7 +238,7 @@ def _check(
     if lora is None:
         return
     pool, segments = lora
-    _ops.check_operand("x", x, pool.d_in, pool, segments)
+    check_operand("x", x, pool.d_in, pool, segments)
     if weight.shape[0] != pool.d_out:
         raise ValueError(
             f"the pool's modules must be {weight.shape[0]} wide together, as the "

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
 
 import punica_jax as pj
-from punica_jax.models import LoraLinear
+from punica_jax.models import LoraLinear, LoraPools
 from punica_jax.pallas_kernels import (
     lora,
     lora_linear,
@@ -18,6 +18,7 @@ from punica_jax.pallas_kernels import (
     segment_metadata,
 )
 from tests.sgmv_cases import make_case
+from tests.tiny_checkpoint import CONFIG
 
 GPU = pytest.param("pallas_triton", marks=pytest.mark.gpu)
 IMPLEMENTATIONS = ["xla", "pallas_interpret", GPU]
@@ -463,6 +464,15 @@ def test_widths_that_are_none(d_in, d_outs, message):
     with pytest.raises(ValueError, match=message):
         LoraLinear(d_in, d_outs, rngs=nnx.Rngs(0))
     assert LoraLinear(16, np.int64(24), rngs=nnx.Rngs(0)).d_outs == (24,)
+
+
+@pytest.mark.parametrize("value", [2.5, "2", True])
+def test_sizes_of_pools_that_are_no_integers(value):
+    sizes = {"num_slots": 1, "num_pages": 1, "max_rank": 16}
+    for name in sizes:
+        message = f"{name} must be an integer of at least 1, got {value!r}"
+        with pytest.raises(ValueError, match=message):
+            LoraPools.zeros(CONFIG, **sizes | {name: value})
 
 
 def test_a_pair_of_a_linear_layer_that_is_none():

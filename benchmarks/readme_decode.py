@@ -219,7 +219,7 @@ def around(results: Path) -> str:
     """What the host does before a step and the device after it, and their goals."""
     launches = last_of(load(results, "dispatch"), "layers", "rows")
     draws = last_of(load(results, "sampling"), "rows", "case", "vocab")
-    steps = load(results, "decode")
+    steps = [step for step in load(results, "decode") if is_whole(step)]
     lines: list[tuple[Record, list[Any]]] = []
     shown: list[Record] = []
     for row in launches:

@@ -5,7 +5,6 @@ measured.
 """
 
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -266,12 +265,7 @@ def scheduling(results: Path) -> str:
 
 def goals(results: Path) -> str:
     """What serving is to reach, and whether it does."""
-    # One case, whatever was said of Python's collector when it was measured.
-    rows = [
-        row | {"case": re.sub(r", collector \w+", "", row["goal"])}
-        for row in load(results, "serving_goal")
-    ]
-    rows = last_of(rows, "shape", "case")
+    rows = last_of(load(results, "serving_goal"), "shape", "goal")
     lines = [
         (
             row,

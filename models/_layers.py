@@ -7,7 +7,7 @@ adapter's weights are never a layer's state: they come in with the call.
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -111,7 +111,9 @@ class LoraLinear(nnx.Module):
         Raises:
           ValueError: a width is no integer of at least 1, or there is none.
         """
-        widths = d_outs if isinstance(d_outs, Sequence) else [d_outs]
+        given: Any = d_outs
+        are_many = isinstance(given, Iterable) and not isinstance(given, str)
+        widths: list[Any] = list(given) if are_many else [given]
         if not widths:
             raise ValueError("d_outs must have a width for each module, got none")
         for name, width in (("d_in", d_in), *(("d_outs", width) for width in widths)):

@@ -147,9 +147,9 @@ def save_adapter(
     fields, arrays = _as_files(config, tensors, fields)
     shapes = {name: array.shape for name, array in arrays.items()}
     bind_tensors(PeftLoraConfig.from_fields(fields), config, shapes)
+    text = json.dumps(fields, indent=2, sort_keys=True, default=_number)
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(fields, indent=2, sort_keys=True, default=np.generic.item)
     (path / CONFIG_FILE).write_text(text + "\n", encoding="utf-8")
     save_file(arrays, path / WEIGHTS_FILE, metadata={"format": "pt"})
 
@@ -215,6 +215,10 @@ def _as_files(
         arrays[tensor_name(module.path, "A")] = np.ascontiguousarray(a)
         arrays[tensor_name(module.path, "B")] = np.ascontiguousarray(b)
     return all_fields, arrays
+
+
+def _number(value: Any) -> Any:
+    return value.item() if isinstance(value, np.generic) else float(value)
 
 
 def _factors(module: BaseModule, pair: Any) -> tuple[np.ndarray, np.ndarray]:

@@ -122,6 +122,7 @@ def lora_gated(
     Raises:
       ValueError: an operand does not fit the others.
     """
+    check_lora(lora)
     width = weight.shape[0] // 2
     if weight.shape[0] % 2:
         raise ValueError(f"weight must be [2 * width, d_in], got {weight.shape}")
@@ -168,6 +169,7 @@ def lora_rotary(
     Raises:
       ValueError: an operand does not fit the others.
     """
+    check_lora(lora)
     parts, _, kv_heads, _, head_dim = kv_pages.shape
     rows, d_out = x.shape[0], weight.shape[0]
     heads = d_out // head_dim - 2 * kv_heads

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from numbers import Integral
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 
@@ -42,9 +44,17 @@ def as_slots(slots: Array, num_slots: int) -> Array:
 
 
 def as_array(name: str, value: Any) -> Array:
-    """Return a value as an array; raise `ValueError` if it is none."""
+    """Return a value as an array; raise `ValueError` if it is none.
+
+    Integers that JAX would cut to 32 bits become the nearest ones that have those.
+    """
+    kind = type(value).__name__
     try:
+        if isinstance(value, list | tuple | np.ndarray):
+            value = np.asarray(value)
+            if value.dtype == np.int64 and not jax.config.jax_enable_x64:
+                span = np.iinfo(np.int32)
+                value = value.clip(span.min, span.max)
         return jnp.asarray(value)
-    except (TypeError, ValueError) as error:
-        kind = type(value).__name__
+    except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"{name} must be an array, got {kind}: {error}") from None

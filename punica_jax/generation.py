@@ -107,6 +107,7 @@ def generate(
         raise ValueError(
             f"page_size must be a power of two of at least 16, got {page_size!r}"
         )
+    max_new_tokens, page_size = int(max_new_tokens), int(page_size)  # of NumPy's, too
     limit = model.config.max_position_embeddings
     if max_prompt + max_new_tokens > limit:
         raise ValueError(

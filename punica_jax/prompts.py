@@ -16,6 +16,7 @@ from punica_jax.sequence import DEFAULT_TERMS, SequenceState
 from punica_jax.tokenizer import Tokenizer
 
 _LONG = 1 << 14  # characters, or tokens, of all samples; milliseconds
+_OF_SAMPLE = 128  # what a sample takes beside its tokens: as long as so many
 
 
 class Prompts:
@@ -127,7 +128,7 @@ class Prompts:
         make = functools.partial(self.sequences, *own, **options)
         num_samples = sampling.n if isinstance(sampling, SamplingParams) else 1
         length = len(prompt) if isinstance(prompt, Sized) else 0
-        if num_samples * length > _LONG:
+        if num_samples * (length + _OF_SAMPLE) > _LONG:
             # Where the interpreter is ending, no thread can be begun.
             with contextlib.suppress(RuntimeError):
                 return await asyncio.to_thread(make)

@@ -20,7 +20,7 @@ MAX_LOGPROBS = 20
 # A seat's bias travels as a list of this static length.
 MAX_LOGIT_BIAS = 300
 # They are searched for between two steps, while others' rows wait.
-MAX_STOP_TEXTS = 256
+MAX_STOP_TEXTS = 64
 
 
 def is_integer(value: object) -> bool:
@@ -63,7 +63,7 @@ class SamplingParams:
         presence_penalty: -2 to 2; 0 is off.
         frequency_penalty: -2 to 2; 0 is off.
         logit_bias: token id -> -100 to 100, at most 300 of them.
-        stop: a text or up to 256 that end a completion, which is cut before the one
+        stop: a text or up to 64 that end a completion, which is cut before the one
             that is complete first (the longest, where several are at once). Kept as a
             tuple.
         stop_token_ids: tokens that end a completion, beside the model's own. Kept as a

@@ -49,6 +49,8 @@ class SampleState:
         for token in self.token_ids:
             if not is_integer(token) or token < 0:
                 raise ValueError(f"token_ids must be 0 or more, got {token!r}")
+        object.__setattr__(self, "seed", int(self.seed))
+        object.__setattr__(self, "token_ids", tuple(map(int, self.token_ids)))
         if not isinstance(self.adapter_digest, str | None):
             raise ValueError(
                 f"adapter_digest must be text or None, got {self.adapter_digest!r}"

@@ -48,7 +48,7 @@ class RequestTable:
         """Take a request off, if all its completions have ended."""
         if not any(one in self._owners for one in request.sequences):
             del self._requests[request]
-            if self._named[request.name] is request:
+            if self._named.get(request.name) is request:
                 del self._named[request.name]
 
     def rename(self, old: Hashable, new: Hashable) -> None:

@@ -20,6 +20,7 @@ import punica_jax as pj
 from punica_jax import prompts
 from punica_jax.engine_request import own_copy
 from punica_jax.request_state import SampleState
+from punica_jax.request_table import RequestTable
 from punica_jax.stops import StopStrings
 from tests.engine_cases import (
     CONFIG,
@@ -350,11 +351,15 @@ def test_only_what_takes_long_leaves_its_event_loop(engine, monkeypatch):
         ValueError, match=r"prompt 0 has .* tokens, which leaves no room"
     ):
         ask(engine, "ab " * 10_000, "a", GREEDY)
-    monkeypatch.setattr(prompts, "_LONG", 100)
+    monkeypatch.setattr(prompts, "_LONG", 600)
     few = dataclasses.replace(DRAWN, max_new_tokens=1)
     for num_samples in (3, 4):
         ask(engine, [5] * 30, "a", dataclasses.replace(few, n=num_samples))
-    assert seen == [True, False, True, False]
+    # Each sample takes some time, however short the prompt.
+    monkeypatch.setattr(prompts, "_LONG", 500)
+    for num_samples in (3, 4):
+        ask(engine, [5], "a", dataclasses.replace(few, n=num_samples))
+    assert seen == [True, False, True, False, True, False]
 
 
 def test_an_id_that_was_made_is_nobodys(root):
@@ -1085,3 +1090,19 @@ def test_nothing_is_known_of_it_but_what_it_says(engine):
     assert engine.max_model_len == 96
     assert "Engine" in repr(engine)
     assert inside(engine, lambda: engine._loop.busy) is False
+
+
+def test_two_of_one_id_are_forgotten_in_any_order():
+    """The first has failed, and its other sample ends after the second's last one."""
+
+    class Named:
+        name, sequences = "x", ()
+
+    for order in ((0, 1), (1, 0)):
+        table = RequestTable(cast(Any, None), cast(Any, None), max_waiting=1)
+        both: list[Any] = [Named(), Named()]
+        table._requests.update(dict.fromkeys(both))
+        table._named["x"] = both[1]
+        for place in order:
+            table.forget(both[place])
+        assert not list(table) and not table._named

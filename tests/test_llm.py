@@ -127,6 +127,10 @@ def test_generate_checks_its_arguments(checkpoint):
         ValueError, match="model must be what load_model returns, got s"
     ):
         pj.load_adapters(cast(Any, "model"), [checkpoint / "a"])
+    # A prompt's length and an int8 make no int8.
+    long = jnp.ones((1, 20), jnp.int32)
+    with pytest.raises(ValueError, match="max_prompt 20 and max_new_tokens 120 exceed"):
+        pj.generate(model, None, long, one, one, max_new_tokens=np.int8(120))
     with pytest.raises(ValueError, match=r"page_size must be a power of two .* got 0"):
         pj.generate(model, None, one[None], one, one, max_new_tokens=1, page_size=0)
     arrays = {"prompt_tokens": one[None], "prompt_lens": one, "slots": one}

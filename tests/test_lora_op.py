@@ -13,7 +13,9 @@ import punica_jax as pj
 from punica_jax.models import LoraLinear, LoraPools
 from punica_jax.pallas_kernels import (
     lora,
+    lora_gated,
     lora_linear,
+    lora_rotary,
     pack_adapters,
     segment_metadata,
 )
@@ -433,6 +435,10 @@ def test_slots_of_64_bits_are_none_where_they_are_too_large(implementation):
         slots = jnp.asarray([0, 1 << 32, -(1 << 32) + 1], jnp.int64)
         found = pj.lora(y, x, a, b, slots, implementation=implementation)
     np.testing.assert_array_equal(found[:, 0], [128, 0, 0])
+    # Without, JAX would cut them before anybody could look.
+    for given in (np.asarray(slots), [0, 1 << 32, -(1 << 40)]):
+        found = pj.lora(y, x, a, b, given, implementation=implementation)
+        np.testing.assert_array_equal(found[:, 0], [128, 0, 0])
 
 
 def test_operands_that_are_no_arrays():
@@ -448,6 +454,10 @@ def test_operands_that_are_no_arrays():
         lora(good["y"], good["x"], None, good["slots"])
     with pytest.raises(ValueError, match=r"got \(LoraPool\)"):
         lora_linear(good["x"], jnp.ones((16, 16)), pool)
+    with pytest.raises(ValueError, match=r"got \(LoraPool, int\)"):
+        lora_gated(good["x"], jnp.ones((16, 16)), (pool, 1))
+    with pytest.raises(ValueError, match=r"got \(LoraPool\)"):
+        lora_rotary(good["x"], jnp.ones((16, 16)), *[None] * 4, pool)
 
 
 @pytest.mark.parametrize(
@@ -463,7 +473,8 @@ def test_operands_that_are_no_arrays():
 def test_widths_that_are_none(d_in, d_outs, message):
     with pytest.raises(ValueError, match=message):
         LoraLinear(d_in, d_outs, rngs=nnx.Rngs(0))
-    assert LoraLinear(16, np.int64(24), rngs=nnx.Rngs(0)).d_outs == (24,)
+    for widths in (np.int64(24), [24], np.array([24]), iter([24])):
+        assert LoraLinear(16, widths, rngs=nnx.Rngs(0)).d_outs == (24,)
 
 
 @pytest.mark.parametrize("value", [2.5, "2", True])

@@ -166,7 +166,8 @@ BAD_FIELDS = [
 def test_numbers_of_numpy(tmp_path):
     """Weights come with fields that are given in Python."""
     pair = np.ones((4, 24), np.float32), np.ones((32, 4), np.float32)
-    save_adapter(tmp_path, CONFIG, {(0, "q_proj"): pair}, lora_alpha=np.float32(8))
+    fields = {"r": np.int64(4), "lora_alpha": np.float32(8)}
+    save_adapter(tmp_path, CONFIG, {(0, "q_proj"): pair}, **fields)
     written = json.loads((tmp_path / "adapter_config.json").read_text())
     assert (written["r"], written["lora_alpha"]) == (4, 8.0)
     given = {"r": np.int64(4), "lora_alpha": np.float32(8), "target_modules": ["q"]}

@@ -134,8 +134,8 @@ def test_numbers_of_others_become_pythons():
             "deadline_s must be a number above 0, got 1000",
         ),
         (
-            lambda: SamplingParams(stop=["x"] * 257),
-            "stop must have at most 256 texts, got 257",
+            lambda: SamplingParams(stop=["x"] * 65),
+            "stop must have at most 64 texts, got 65",
         ),
     ],
 )

@@ -50,11 +50,13 @@ def as_array(name: str, value: Any) -> Array:
     """
     kind = type(value).__name__
     try:
-        if isinstance(value, list | tuple | np.ndarray):
+        are_ints = all(type(leaf) is int for leaf in jax.tree.leaves(value))
+        # Other lists are JAX's to read: they may hold arrays that are being traced.
+        if isinstance(value, list | tuple) and are_ints:
             value = np.asarray(value)
-            if value.dtype == np.int64 and not jax.config.jax_enable_x64:
-                span = np.iinfo(np.int32)
-                value = value.clip(span.min, span.max)
+        if isinstance(value, np.ndarray) and value.dtype == np.int64:
+            span = np.iinfo(np.int64 if jax.config.jax_enable_x64 else np.int32)
+            value = np.clip(value, span.min, span.max)
         return jnp.asarray(value)
     except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"{name} must be an array, got {kind}: {error}") from None

@@ -450,6 +450,9 @@ def test_operands_that_are_no_arrays():
     with pytest.raises(ValueError, match=r"^a must be an array, got dict"):
         pack_adapters({}, good["b"])
     pool = pack_adapters(good["a"].tolist(), good["b"].tolist())
+    # Lists may hold arrays that are being traced.
+    traced = jax.jit(lambda a, b: pack_adapters([a, a], [b, b]))
+    assert traced(good["a"][0], good["b"][0]).num_slots == 2
     with pytest.raises(ValueError, match=r"got \(NoneType, ndarray\)"):
         lora(good["y"], good["x"], None, good["slots"])
     with pytest.raises(ValueError, match=r"got \(LoraPool\)"):

@@ -55,7 +55,7 @@ def as_array(name: str, value: Any) -> Array:
         if isinstance(value, list | tuple) and are_ints:
             value = np.asarray(value)
         if isinstance(value, np.ndarray) and value.dtype == np.int64:
-            span = np.iinfo(np.int64 if jax.config.jax_enable_x64 else np.int32)
+            span = np.iinfo(jax.dtypes.canonicalize_dtype(np.int64))
             value = np.clip(value, span.min, span.max)
         return jnp.asarray(value)
     except (TypeError, ValueError, OverflowError) as error:

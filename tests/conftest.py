@@ -1,6 +1,7 @@
 """What every test runs under, and the compiled things that tests share."""
 
 import itertools
+import pathlib
 
 import jax
 import pytest
@@ -19,18 +20,21 @@ def pytest_configure(config):
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
-_num_grid_tests = itertools.count(1)
+# Of the 65,530 pieces of memory that Linux allows a process unless told otherwise.
+_MANY_MAPS = 20_000
+_num_tests = itertools.count(1)
 
 
 def pytest_runtest_teardown(item, nextitem):
-    """Let go of what a file's tests compiled: memory is mapped in so many pieces.
+    """Let go of what tests compiled before its memory is mapped in too many pieces.
 
-    XLA's CPU programs map about ten each, Linux allows a process 65,530 unless told
-    otherwise, and the compiler that gets no more ends the process. A grid alone comes
-    near that; it does not count what it compiles, as other tests of a file do.
+    XLA's CPU programs map about ten each, and the compiler that gets no more ends the
+    process.
     """
-    grid = item.get_closest_marker("grid") and next(_num_grid_tests) % 100 == 0
-    if grid or nextitem is None or nextitem.path != item.path:
+    if next(_num_tests) % 20:
+        return
+    maps = pathlib.Path("/proc/self/maps")
+    if not maps.exists() or maps.read_bytes().count(b"\n") > _MANY_MAPS:
         jax.clear_caches()
 
 

@@ -91,8 +91,14 @@ def error_of(folder: Path) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        jnp.bfloat16,
+        *(pytest.param(d, marks=pytest.mark.slow) for d in (jnp.float32, jnp.float16)),
+    ],
+)
 def test_save_and_load_give_the_same_model(tmp_path, dtype, tied):
     config = dataclasses.replace(CONFIG, tie_word_embeddings=tied, mlp_bias=tied)
     model = random_model(config, dtype)

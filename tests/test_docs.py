@@ -25,7 +25,13 @@ PAGES = {path.stem: path.read_text() for path in DOCS.glob("*.md")}
 EXAMPLE = re.compile(r"```python\n(.*?)```\n*(?:```text\n(.*?)```)?", re.DOTALL)
 TEXTS = {"README": (ROOT / "README.md").read_text(), **PAGES}
 COMMAND = re.compile(r"python -m ((?:benchmarks|demos)\.\w+)([^`\n]*)")
-COMMANDS = sorted({found for text in TEXTS.values() for found in COMMAND.findall(text)})
+COMMANDS = [
+    # It imports torch, transformers and PEFT.
+    pytest.param(*found, marks=pytest.mark.slow) if "parity" in found[0] else found
+    for found in sorted(
+        {pair for text in TEXTS.values() for pair in COMMAND.findall(text)}
+    )
+]
 FOLDERS = ("punica_jax", "models", "pallas_kernels", "benchmarks", "demos", "tests")
 SOURCES = [path for folder in FOLDERS for path in (ROOT / folder).glob("*.py")]
 # Pages with examples, in reading order: names of one are known to the next.

@@ -391,7 +391,7 @@ def test_an_id_that_was_made_is_nobodys(root):
         "device",
         pytest.param("precision", marks=pytest.mark.slow),
         pytest.param("rank", marks=pytest.mark.slow),
-        "x64",
+        pytest.param("x64", marks=pytest.mark.slow),
     ],
 )
 def test_its_thread_has_the_configuration_of_who_made_it(root, compiles, option):

@@ -162,8 +162,8 @@ ON_GPU = [
     ("dtype", "implementation"),
     [
         ("float32", "xla"),
-        ("float32", "pallas_interpret"),
         ("bfloat16", "pallas_interpret"),
+        pytest.param("float32", "pallas_interpret", marks=pytest.mark.grid),
         pytest.param("bfloat16", "xla", marks=pytest.mark.grid),
         pytest.param("float16", "xla", marks=pytest.mark.grid),
         pytest.param("float16", "pallas_interpret", marks=pytest.mark.grid),
@@ -249,7 +249,9 @@ def test_a_row_is_bitwise_the_same_alone(form, implementation):
         np.testing.assert_array_equal(run(np.array([row]))[0], together[row])
 
 
-@pytest.mark.parametrize("implementation", ["pallas_interpret", GPU])
+@pytest.mark.parametrize(
+    "implementation", [pytest.param("pallas_interpret", marks=pytest.mark.slow), GPU]
+)
 @pytest.mark.parametrize("form", ["gated", "rotary"])
 def test_a_row_is_bitwise_the_same_in_blocks_of_any_width(
     form, implementation, monkeypatch
@@ -281,7 +283,9 @@ def test_a_row_is_bitwise_the_same_in_blocks_of_any_width(
     jax.tree.map(np.testing.assert_array_equal, narrow, wide)
 
 
-@pytest.mark.parametrize("implementation", ["pallas_interpret", GPU])
+@pytest.mark.parametrize(
+    "implementation", [pytest.param("pallas_interpret", marks=pytest.mark.slow), GPU]
+)
 def test_a_row_is_bitwise_the_same_among_33_and_64(implementation):
     case, weight, bias = linear_case("bfloat16", MAX_PROJECT_ROWS, d_in=136)
     slots = some_slots(case, MAX_PROJECT_ROWS)
@@ -526,7 +530,7 @@ def test_linear(rows, dtype, implementation):
         pytest.param(1320, 2, marks=pytest.mark.grid),
         pytest.param(2504, 2, marks=pytest.mark.grid),  # groups of two, not all whole
         (2560, 1),
-        (2560, 2),
+        pytest.param(2560, 2, marks=pytest.mark.slow),
         pytest.param(5760, 2, marks=pytest.mark.grid),  # an odd number of blocks
         pytest.param(2560, 5, marks=pytest.mark.grid),  # too many to be joined
     ],
@@ -568,7 +572,9 @@ def test_the_shrink_beside_the_base_is_that_of_its_own_launch(
 
 
 @pytest.mark.parametrize("implementation", ["pallas_interpret", GPU])
-@pytest.mark.parametrize("form", ["linear", "gated"])
+@pytest.mark.parametrize(
+    "form", [pytest.param("linear", marks=pytest.mark.slow), "gated"]
+)
 def test_rows_of_many_pages_whatever_the_others_could_have(form, implementation):
     # Up to seven pages, and then in a table that has room for nine.
     ranks = [[112, 20], [70, 100], [16, 16], [0, 40]]

@@ -86,7 +86,7 @@ def test_gradients_against_dense(implementation):
 
     argnums = (0, 1, 2, 3, 4)
     actual = jax.jit(jax.grad(loss, argnums))(*arrays)
-    expected = jax.grad(dense_loss, argnums)(*arrays)
+    expected = jax.jit(jax.grad(dense_loss, argnums))(*arrays)
     for got, want in zip(actual, expected, strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
 
@@ -177,7 +177,9 @@ def test_gradients_of_modules_with_own_ranks(implementation):
     "implementation",
     ["xla", pytest.param("pallas_interpret", marks=pytest.mark.grid), GPU],
 )
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"]
+)
 def test_a_layer_among_others_is_bitwise_the_layer_alone(dtype, implementation):
     case = make_case(rows=19, ranks=[[16, 40], [0, 5], [33, 0]], dtype=dtype)
     rng = np.random.default_rng(8)
@@ -227,7 +229,7 @@ def test_a_layer_among_others_is_bitwise_the_layer_alone(dtype, implementation):
 
 @pytest.mark.parametrize(
     "implementation",
-    [pytest.param("xla", marks=pytest.mark.slow), "pallas_interpret", GPU],
+    ["xla", pytest.param("pallas_interpret", marks=pytest.mark.slow), GPU],
 )
 def test_integers_of_64_bits_change_nothing(implementation):
     slots, (y, x, a, b, weights), dy = gradient_inputs()
@@ -245,7 +247,7 @@ def test_integers_of_64_bits_change_nothing(implementation):
                 lora(y, x, pool, segments, implementation=implementation) * dy
             ).sum()
 
-        return jax.grad(loss, argnums=range(5))(y, x, a, b, weights)
+        return jax.jit(jax.grad(loss, argnums=range(5)))(y, x, a, b, weights)
 
     expected = run()
     with jax.enable_x64(True):
@@ -262,7 +264,7 @@ def test_shard_map_column_and_row_parallel():
     x = jnp.asarray(rng.standard_normal((10, 32)), jnp.float32)
     y = jnp.asarray(rng.standard_normal((10, 48)), jnp.float32)
     slots = jnp.asarray(rng.integers(-1, 3, 10), jnp.int32)
-    expected = pj.lora(y, x, a, b, slots)
+    expected = jax.jit(pj.lora)(y, x, a, b, slots)
 
     column = jax.shard_map(
         pj.lora,
@@ -368,7 +370,10 @@ def test_bad_shapes(change, message):
         pj.lora(**arrays, slots=jnp.zeros((4,), jnp.int32))
 
 
-@pytest.mark.parametrize("implementation", ["xla", "pallas_interpret", GPU])
+@pytest.mark.parametrize(
+    "implementation",
+    ["xla", pytest.param("pallas_interpret", marks=pytest.mark.slow), GPU],
+)
 def test_no_rows(implementation):
     x, y = jnp.zeros((0, 16)), jnp.zeros((0, 8))
     a, b = jnp.ones((2, 4, 16)), jnp.ones((2, 8, 4))
@@ -376,7 +381,7 @@ def test_no_rows(implementation):
     add = functools.partial(pj.lora, implementation=implementation)
     got = add(y, x, a, b, slots)
     assert (got.shape, got.dtype) == ((0, 8), jnp.float32)
-    grad = jax.grad(lambda a: add(y, x, a, b, slots).sum())(a)
+    grad = jax.jit(jax.grad(lambda a: add(y, x, a, b, slots).sum()))(a)
     np.testing.assert_array_equal(grad, jnp.zeros_like(a))
     for wrong in (jnp.zeros((3, 16)), jnp.zeros((0,))):
         with pytest.raises(ValueError, match=r"x must be \[0, d_in\], as y has no"):
@@ -433,12 +438,12 @@ def test_slots_of_64_bits_are_none_where_they_are_too_large(implementation):
         y, x = jnp.zeros((3, 16), jnp.float32), jnp.ones((3, 16), jnp.float32)
         a, b = jnp.ones((2, 8, 16), jnp.float32), jnp.ones((2, 16, 8), jnp.float32)
         slots = jnp.asarray([0, 1 << 32, -(1 << 32) + 1], jnp.int64)
-        found = pj.lora(y, x, a, b, slots, implementation=implementation)
+        add = functools.partial(pj.lora, implementation=implementation)
+        found = jax.jit(add)(y, x, a, b, slots)
     np.testing.assert_array_equal(found[:, 0], [128, 0, 0])
     # Without, JAX would cut them before anybody could look.
     for given in (np.asarray(slots), [0, 1 << 32, -(1 << 40)]):
-        found = pj.lora(y, x, a, b, given, implementation=implementation)
-        np.testing.assert_array_equal(found[:, 0], [128, 0, 0])
+        np.testing.assert_array_equal(add(y, x, a, b, given)[:, 0], [128, 0, 0])
 
 
 def test_operands_that_are_no_arrays():

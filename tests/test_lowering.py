@@ -31,6 +31,7 @@ from tests.tiny_checkpoint import CONFIG
 H200 = AbstractMesh(
     (1,), ("x",), abstract_device=AbstractDevice("NVIDIA H200", 132, "gpu")
 )
+_OPERANDS = ("model", "cache", "pools", "batch")  # of a whole step
 CALL = re.compile(
     r"stablehlo\.custom_call @__gpu\$xla\.gpu\.triton\((?P<operands>[^)]*)\)"
     r".*?name = \"(?P<name>\w+)\".*?: \((?P<types>.*?)\) ->"
@@ -227,11 +228,14 @@ def test_whole_step(form):
     assert len(calls) == 1 + num_norms + 8 * num_layers + len(attention)
 
 
-@pytest.mark.parametrize("varying", ["model", "cache", "pools", "batch"])
+@pytest.mark.parametrize(
+    "varying",
+    ["batch", *(pytest.param(name, marks=pytest.mark.slow) for name in _OPERANDS[:3])],
+)
 @pytest.mark.parametrize("form", ["decode", "prefill"])
 def test_whole_step_under_shard_map_with_its_checks(form, varying):
     step, operands = whole_step(form)
-    index = ("model", "cache", "pools", "batch").index(varying)
+    index = _OPERANDS.index(varying)
 
     def run(*operands):
         operands = list(operands)
@@ -285,7 +289,7 @@ def test_gradients_are_summed_over_a_mesh_as_those_of_xlas_form(split, dtype):
 
 
 @pytest.mark.usefixtures("width")
-@pytest.mark.parametrize("rows", [1, 32])
+@pytest.mark.parametrize("rows", [pytest.param(1, marks=pytest.mark.slow), 32])
 def test_drawing(rows):
     vocab = 128256
     state = jax.eval_shape(lambda: Seats.zeros(rows, vocab))

@@ -52,7 +52,13 @@ def test_cells_are_modules_of_named_shapes():
         assert {(cell.d_in, d_out) for d_out in cell.d_outs} <= modules, cell
 
 
-@pytest.mark.parametrize("method", sgmv.METHODS)
+@pytest.mark.parametrize(
+    "method",
+    [
+        pytest.param(name, marks=pytest.mark.slow) if name == "ours_rows" else name
+        for name in sgmv.METHODS
+    ],
+)
 def test_methods_agree_with_the_oracle_and_are_timed(method, monkeypatch):
     make = sgmv.inputs_of([TINY])
     program = sgmv.compile_program(TINY, method, jax.eval_shape(make))

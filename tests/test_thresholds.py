@@ -254,6 +254,7 @@ CONFIGS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", CONFIGS)
 def test_any_cut_finds_the_same(config):
     assert config.shifts[-1] == 0 and config.shifts[0] + config.digits[0] == 32

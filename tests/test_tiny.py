@@ -133,6 +133,7 @@ def test_demo_prompts_are_held_out_and_right():
         assert answer == (word if adapter is None else TASKS[adapter](word))
 
 
+@pytest.mark.slow
 def test_adapters_are_right_on_held_out_words(measured, results):
     assert results["num_words"] == FULL.num_test_words
     assert measured["echo"] >= 0.95

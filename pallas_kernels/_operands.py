@@ -50,10 +50,10 @@ def as_array(name: str, value: Any) -> Array:
     """
     kind = type(value).__name__
     try:
-        are_ints = all(type(leaf) is int for leaf in jax.tree.leaves(value))
-        # Other lists are JAX's to read: they may hold arrays that are being traced.
-        if isinstance(value, list | tuple) and are_ints:
-            value = np.asarray(value)
+        if isinstance(value, list | tuple):
+            # Other lists are JAX's to read: they may hold arrays that are being traced.
+            if all(type(leaf) is int for leaf in jax.tree.leaves(value)):
+                value = np.asarray(value)
         if isinstance(value, np.ndarray) and value.dtype == np.int64:
             span = np.iinfo(jax.dtypes.canonicalize_dtype(np.int64))
             value = np.clip(value, span.min, span.max)

@@ -25,7 +25,7 @@ _MANY_MAPS = 20_000
 _num_tests = itertools.count(1)
 
 
-def pytest_runtest_teardown(item, nextitem):
+def pytest_runtest_teardown():
     """Let go of what tests compiled before its memory is mapped in too many pieces.
 
     XLA's CPU programs map about ten each, and the compiler that gets no more ends the

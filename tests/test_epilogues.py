@@ -249,9 +249,7 @@ def test_a_row_is_bitwise_the_same_alone(form, implementation):
         np.testing.assert_array_equal(run(np.array([row]))[0], together[row])
 
 
-@pytest.mark.parametrize(
-    "implementation", [pytest.param("pallas_interpret", marks=pytest.mark.slow), GPU]
-)
+@pytest.mark.parametrize("implementation", [GRID, GPU])
 @pytest.mark.parametrize("form", ["gated", "rotary"])
 def test_a_row_is_bitwise_the_same_in_blocks_of_any_width(
     form, implementation, monkeypatch
@@ -283,9 +281,7 @@ def test_a_row_is_bitwise_the_same_in_blocks_of_any_width(
     jax.tree.map(np.testing.assert_array_equal, narrow, wide)
 
 
-@pytest.mark.parametrize(
-    "implementation", [pytest.param("pallas_interpret", marks=pytest.mark.slow), GPU]
-)
+@pytest.mark.parametrize("implementation", [GRID, GPU])
 def test_a_row_is_bitwise_the_same_among_33_and_64(implementation):
     case, weight, bias = linear_case("bfloat16", MAX_PROJECT_ROWS, d_in=136)
     slots = some_slots(case, MAX_PROJECT_ROWS)

@@ -91,10 +91,7 @@ def test_gradients_against_dense(implementation):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "implementation",
-    ["xla", pytest.param("pallas_interpret", marks=pytest.mark.grid), GPU],
-)
+@pytest.mark.parametrize("implementation", ["xla", INTERPRET_GRID, GPU])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_gradients_in_half_precision(dtype, implementation):
     slots, arrays, direction = gradient_inputs()
@@ -173,10 +170,7 @@ def test_gradients_of_modules_with_own_ranks(implementation):
     assert np.isfinite(da).all() and np.isfinite(db).all()
 
 
-@pytest.mark.parametrize(
-    "implementation",
-    ["xla", pytest.param("pallas_interpret", marks=pytest.mark.grid), GPU],
-)
+@pytest.mark.parametrize("implementation", ["xla", INTERPRET_GRID, GPU])
 @pytest.mark.parametrize(
     "dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"]
 )
@@ -227,10 +221,7 @@ def test_a_layer_among_others_is_bitwise_the_layer_alone(dtype, implementation):
             np.testing.assert_array_equal(found, expected)
 
 
-@pytest.mark.parametrize(
-    "implementation",
-    ["xla", pytest.param("pallas_interpret", marks=pytest.mark.slow), GPU],
-)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_integers_of_64_bits_change_nothing(implementation):
     slots, (y, x, a, b, weights), dy = gradient_inputs()
 
@@ -370,10 +361,7 @@ def test_bad_shapes(change, message):
         pj.lora(**arrays, slots=jnp.zeros((4,), jnp.int32))
 
 
-@pytest.mark.parametrize(
-    "implementation",
-    ["xla", pytest.param("pallas_interpret", marks=pytest.mark.slow), GPU],
-)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_no_rows(implementation):
     x, y = jnp.zeros((0, 16)), jnp.zeros((0, 8))
     a, b = jnp.ones((2, 4, 16)), jnp.ones((2, 8, 4))

@@ -215,9 +215,7 @@ def test_the_gradient_is_that_of_the_steps(implementation):
         assert np.linalg.norm(ours - plain) < 3e-2 * np.linalg.norm(plain)
 
 
-@pytest.mark.parametrize(
-    "implementation", [pytest.param("pallas_interpret", marks=pytest.mark.slow), GPU]
-)
+@pytest.mark.parametrize("implementation", [GRID, GPU])
 def test_rows_of_zeros_and_of_large_values_are_finite(implementation):
     chain = Chain.make("bfloat16", 2)
     x, weights, _, _, norm = chain.operands()

@@ -15,6 +15,7 @@ from jaxtyping import Float, Int32
 
 from punica_jax.pallas_kernels import (
     _fused,
+    _one_launch,
     _ops,
     _project,
     _row_expand,
@@ -192,8 +193,11 @@ def lora_rotary(
     cache = (rotary, kv_pages, page, offset)
     if implementation == "xla":
         return reference.rotary(_plain_linear(implementation, *operands), *cache)
-    forms, y, shrunk = _project_rows(implementation, *operands)
     interpret = implementation != "pallas_triton"
+    if lora is None and _are_few(x, weight):
+        options = {"bias": bias, "residual": residual, "interpret": interpret}
+        return _one_launch.rotary(x, weight, cache, **options)
+    forms, y, shrunk = _project_rows(implementation, *operands)
     return forms.rotary_expand(y, shrunk, *cache, interpret=interpret)
 
 
@@ -261,6 +265,9 @@ def _linear(form, implementation, x, weight, lora, bias, residual):
         if shrunk is None:
             return y if residual is None else y + residual
         return _fused.expand(y, shrunk, residual, **interpret)
+    if form == "gated" and lora is None and _are_few(x, weight):
+        options = {"bias": bias, "residual": residual} | interpret
+        return _one_launch.gated(x, weight, **options)
     forms, y, shrunk = _project_rows(implementation, *operands)
     if form == "gated":
         return forms.gated_expand(y, shrunk, **interpret)

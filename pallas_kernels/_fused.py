@@ -25,6 +25,7 @@ from punica_jax.pallas_kernels._segments import Segments
 
 # Rows of a tile where no adapters cut them.
 _BASE_ROWS = 16
+_GATED_PAGES, _ROTARY_PAGES, _ROTARY_SUM = 2, 4, True
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,11 +118,15 @@ class _Tile:
         at = ref.at[self.row[:, None], column[None, :]]
         return load(at, mask).astype(jnp.float32)
 
-    def pages(self, module: Any) -> AdapterPages | None:
-        """Look up the pages of one module; call it before what waits for loads."""
+    def pages(self, module: Any, most: int = 4) -> AdapterPages | None:
+        """Look up the pages of one module, `most` of which are multiplied at once.
+
+        Call it before what waits for loads.
+        """
         if not self._refs:
             return None
-        return AdapterPages.of(self._refs[2:5], self._refs[1], self._slot, module)
+        tables, b_ref = self._refs[2:5], self._refs[1]
+        return AdapterPages.of(tables, b_ref, self._slot, module, most)
 
     def when_busy(
         self, pages: Sequence[AdapterPages | None], work: Callable[[bool], None]
@@ -151,10 +156,13 @@ class _Tile:
         inside: Array | None,
         *,
         single: bool,
+        apart: bool = False,
     ) -> list[Array]:
         """Return the sums with the adapter's product added in some columns of B.
 
-        `single` says that the module is known to have one page.
+        `single` says that the module is known to have one page. `apart` makes the
+        product a sum of its own before it is added: a reduction over an axis of one,
+        for what follows then keeps the layout of the loads (as `_sum_splits` does).
         """
         if pages is None:
             return sums
@@ -163,22 +171,23 @@ class _Tile:
         if len(self._refs) > 9:
             weight = load(self._refs[9].at[0, self._entry], self.live)
 
+        def product(lanes, column):
+            product = _sgmv.page_product(
+                lanes,
+                v_ref=v_ref,
+                b_ref=b_ref,
+                entry=self._entry,
+                live=self.live,
+                weight=weight,
+                first_rank=module * (pages.max_count * RANK_PAGE),
+                column=column,
+                inside=inside,
+            )
+            return product[None].sum(axis=0) if apart else product
+
         def add(lanes, sums):
-            return [
-                total
-                + _sgmv.page_product(
-                    lanes,
-                    v_ref=v_ref,
-                    b_ref=b_ref,
-                    entry=self._entry,
-                    live=self.live,
-                    weight=weight,
-                    first_rank=module * (pages.max_count * RANK_PAGE),
-                    column=column,
-                    inside=inside,
-                )
-                for total, column in zip(sums, columns, strict=True)
-            ]
+            pairs = zip(sums, columns, strict=True)
+            return [total + product(lanes, column) for total, column in pairs]
 
         if single:
             return add(pages.single(), sums)
@@ -237,7 +246,7 @@ def _gated_kernel(
     column = column + jnp.arange(config.block_n, dtype=jnp.int32)
     inside = None if width % config.block_n == 0 else (column < width)[None, :]
 
-    pages = [tile.pages(module) for module in range(2)]
+    pages = [tile.pages(module, _GATED_PAGES) for module in range(2)]
 
     def multiply(single: bool) -> None:
         halves = []
@@ -304,12 +313,12 @@ def _rotary_kernel(
     columns = [head * head_dim + lane, head * head_dim + half + lane]
     is_k = (head >= heads).astype(jnp.int32)
     is_v = (head >= heads + kv_heads).astype(jnp.int32)
-    pages = tile.pages(is_k + is_v)
+    pages = tile.pages(is_k + is_v, _ROTARY_PAGES)
 
     def rotate(single: bool) -> None:
         sums = [tile.load(y_ref, column, inside) for column in columns]
         low, high = tile.add_product(
-            sums, is_k + is_v, pages, columns, inside, single=single
+            sums, is_k + is_v, pages, columns, inside, single=single, apart=_ROTARY_SUM
         )
         shape = (block_rows, lane.size)
         mask = mask_of(shape, tile.live[:, None], inside)

@@ -4,6 +4,8 @@ Runs inside kernels only. Knows refs; nothing of launches or of what is computed
 """
 
 import dataclasses
+import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from punica_jax.pallas_kernels._pool import RANK_PAGE
-from punica_jax.pallas_kernels._sgmv_config import ShrinkConfig
+from punica_jax.pallas_kernels._sgmv_config import MAX_JOINT_MODULES, ShrinkConfig
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +72,7 @@ class AdapterPages:
 
     @classmethod
     def of(
-        cls, tables: Any, weights_ref: Any, slot: Array, module: Any
+        cls, tables: Any, weights_ref: Any, slot: Array, module: Any, most: int = 4
     ) -> "AdapterPages":
         """Look up the pages of a slot, none if it is below 0.
 
@@ -79,6 +81,7 @@ class AdapterPages:
           weights_ref: `[layers * pages, ...]`.
           slot: `i32[]`.
           module: which of the group's.
+          most: pages at once, at most.
         """
         page_table_ref, num_pages_ref, layer_ref = tables
         num_slots = page_table_ref.shape[0]
@@ -95,7 +98,7 @@ class AdapterPages:
             count=jnp.where(slot >= 0, num_pages_ref[row, module], 0),
             first=first,
             page=first + page_table_ref[known, 0],
-            most=pages_at_once(weights_ref.dtype),
+            most=min(most, pages_at_once(weights_ref.dtype)),
         )
 
     @property
@@ -179,35 +182,40 @@ def module_of_block(
     return module, start, width, first
 
 
-def shrink_group(
+def shrink_splits(
     x_ref: Any,  # [rows, d_in]
     a_ref: Any,  # [layers * pages, C, 16, d_in]
     rows: tuple[Array, Array],  # i32[block_rows], and bool[block_rows]: which are live
     modules: Sequence[tuple[Any, PageLanes]],
     config: ShrinkConfig,
     *,
-    group: Array,
-    group_size: int,
+    part: Array,
+    part_size: int,
     at_once: int = 1,
 ) -> list[Array]:
     """Return `f32[block_rows, lanes]` of each module: x times A, over some splits.
 
-    The blocks of a split are added one by one, and so are the splits.
+    The blocks of a split are added one by one, so are the splits of a group, and so
+    the groups: `add_splits` of each split's sum, bitwise.
 
     Args:
       x_ref, a_ref, rows: what is multiplied.
       modules: which of the group's, and the lanes of each.
       config: of the blocks.
-      group: which one.
-      group_size: splits of a group.
+      part: which of the parts that the splits are cut into.
+      part_size: splits of a part: one, a group's, or all.
       at_once: blocks that are loaded together, a divisor of `config.steps`.
     """
     row, live = rows
     d_in = a_ref.shape[3]
     whole = config.splits * config.steps * config.block_d == d_in
-    first, num_splits = group * group_size, group_size
-    if config.splits % group_size:  # the last group is shorter
-        num_splits = jnp.minimum(group_size, config.splits - first)
+    first, num_splits = part * part_size, part_size
+    if config.splits % part_size:  # the last part is shorter
+        num_splits = jnp.minimum(part_size, config.splits - first)
+    # Blocks after which a sum is added to that of the next level.
+    ends_after = [config.steps]
+    if part_size > config.group_size:
+        ends_after.append(config.steps * config.group_size)
 
     def products(block):
         k = block * config.block_d + jnp.arange(config.block_d, dtype=jnp.int32)[None]
@@ -219,21 +227,66 @@ def shrink_group(
             a = load(a_ref.at[lanes.page, module, lanes.lane, k], mask)
             yield dot(x, a.T)
 
-    def add_blocks(turn, sums):
-        totals, accs = sums
+    def add_blocks(turn, levels):
+        sums, *levels = levels
         for i in range(at_once):
             block = first * config.steps + turn * at_once + i
-            pairs = zip(accs, products(block), strict=True)
-            accs = [acc + product for acc, product in pairs]
-        ends = lax.rem((turn + 1) * at_once, jnp.int32(config.steps)) == 0
-        pairs = zip(totals, accs, strict=True)
-        totals = [jnp.where(ends, total + acc, total) for total, acc in pairs]
-        return totals, [jnp.where(ends, 0.0, acc) for acc in accs]
+            pairs = zip(sums, products(block), strict=True)
+            sums = [own + product for own, product in pairs]
+        done = [sums]
+        for blocks, level in zip(ends_after, levels, strict=True):
+            ends = lax.rem((turn + 1) * at_once, jnp.int32(blocks)) == 0
+            pairs = list(zip(level, done[-1], strict=True))
+            level = [jnp.where(ends, own + below, own) for own, below in pairs]
+            done[-1] = [jnp.where(ends, 0.0, below) for _, below in pairs]
+            done.append(level)
+        return done
 
     zeros = [jnp.zeros((row.size, lanes.size), jnp.float32) for _, lanes in modules]
     turns = num_splits * (config.steps // at_once)
-    totals, _ = lax.fori_loop(0, turns, add_blocks, (zeros, zeros))
+    levels = [zeros] * (1 + len(ends_after))
+    *_, unfinished, totals = lax.fori_loop(0, turns, add_blocks, levels)
+    if part_size % config.group_size and len(ends_after) > 1:
+        # The last group is shorter, and was not added yet.
+        totals = [own + below for own, below in zip(totals, unfinished, strict=True)]
     return totals
+
+
+def shrink_modules(
+    modules: Sequence[Any],
+    pages_of: Callable[[Any], AdapterPages],
+    multiply: Callable[[Sequence[tuple[Any, PageLanes]]], None],
+) -> None:
+    """Shrink a tile by the pages of some modules of its adapter.
+
+    Modules that have each a single page share the loads of x; others come one after the
+    other.
+
+    Args:
+      modules: which of the group's.
+      pages_of: looks up a module's.
+      multiply: writes the sums of the modules whose lanes it gets.
+    """
+
+    def multiply_one(module, _=None):
+        pages = pages_of(module)
+        pl.when(pages.count == 1)(lambda: multiply([(module, pages.single())]))
+        if pages.max_count > 1:
+            pl.when(pages.count > 1)(
+                lambda: pages.fold(lambda lanes, _: multiply([(module, lanes)]), None)
+            )
+
+    if len(modules) == 1:
+        multiply_one(modules[0])
+        return
+    if len(modules) > MAX_JOINT_MODULES:
+        lax.fori_loop(0, len(modules), multiply_one, None)
+        return
+    pages = [pages_of(module) for module in modules]
+    alike = functools.reduce(operator.and_, [own.count == 1 for own in pages])
+    lanes = [own.single() for own in pages]
+    pl.when(alike)(lambda: multiply(list(zip(modules, lanes, strict=True))))
+    pl.when(~alike)(lambda: lax.fori_loop(0, len(modules), multiply_one, None))
 
 
 def mask_of(shape: tuple[int, ...], *conditions: Array | None) -> Array | None:

@@ -8,7 +8,6 @@ nothing of models.
 
 import dataclasses
 import functools
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -26,14 +25,14 @@ from punica_jax.pallas_kernels._page_tiles import (
     dot,
     load,
     mask_of,
-    shrink_group,
+    shrink_modules,
+    shrink_splits,
     tile_rows,
 )
 from punica_jax.pallas_kernels._pool import RANK_PAGE, LoraPool
 from punica_jax.pallas_kernels._segments import Segments
 from punica_jax.pallas_kernels._sgmv import launch_tables
 from punica_jax.pallas_kernels._sgmv_config import (
-    MAX_JOINT_MODULES,
     ProjectConfig,
     ShrinkConfig,
     project_config,
@@ -188,41 +187,65 @@ def _product(
     config: ProjectConfig,
 ) -> None:
     """Write one block of columns of the dense product."""
-    (num_rows, d_in), d_out = x_ref.shape, w_ref.shape[0]
+    num_rows, d_out = x_ref.shape[0], w_ref.shape[0]
     row = jnp.arange(max(16, pl.next_power_of_2(num_rows)), dtype=jnp.int32)
     column = block * config.block_n + jnp.arange(config.block_n, dtype=jnp.int32)
-    live = None if row.size == num_rows else (row < num_rows)[:, None]
+    live = None if row.size == num_rows else row < num_rows
     inside = None if d_out % config.block_n == 0 else column < d_out
-    own = None if inside is None else inside[:, None]
-    whole = d_in % config.block_k == 0
-
-    def add_block(step, acc):
-        k = step * config.block_k + jnp.arange(config.block_k, dtype=jnp.int32)[None, :]
-        there = None if whole else k < d_in
-        x = load(x_ref.at[row[:, None], k], mask_of((row.size, k.size), live, there))
-        w = load(
-            w_ref.at[column[:, None], k], mask_of((column.size, k.size), own, there)
-        )
-        return acc + dot(x, w.T)
-
     at = (row[:, None], column[None, :])
-    acc = jnp.zeros((row.size, column.size), jnp.float32)
-    mask = mask_of(acc.shape, live, None if inside is None else inside[None, :])
+    mask = mask_of(
+        (row.size, column.size),
+        None if live is None else live[:, None],
+        None if inside is None else inside[None, :],
+    )
     # Loaded before the loop: after it, nothing would hide how long that takes.
-    scale = scales(row, None if live is None else live[:, 0])
+    scale = scales(row, live)
     places = {"bias": (column, inside), "residual": (at, mask)}
     loaded = {
         name: load(options[name].at[place], mask)
         for name, (place, mask) in places.items()
         if name in options
     }
-    acc = lax.fori_loop(0, pl.cdiv(d_in, config.block_k), add_block, acc)
+    acc = product(x_ref, w_ref, (row, live), column, inside, config)
     acc *= scale()
     if "bias" in loaded:
         acc += loaded["bias"].astype(jnp.float32)[None, :]
     if "residual" in loaded:
         acc += loaded["residual"].astype(jnp.float32)
     plgpu.store(y_ref.at[at], acc.astype(y_ref.dtype), mask=mask)
+
+
+def product(
+    x_ref,
+    w_ref,
+    rows: tuple[Array, Array | None],
+    column: Array,
+    inside: Array | None,
+    config: ProjectConfig,
+) -> Array:
+    """Return `f32[n, m]`, some columns of some rows' dense product.
+
+    Args:
+      x_ref, w_ref: what is multiplied.
+      rows: `i32[n]`, and `bool[n]`: which are live; None if all are.
+      column: `i32[m]`, rows of the weight.
+      inside: `bool[m]`, which are there; None if all are.
+      config: of the blocks.
+    """
+    (row, live), d_in = rows, x_ref.shape[1]
+    live = None if live is None else live[:, None]
+    inside = None if inside is None else inside[:, None]
+    whole = d_in % config.block_k == 0
+
+    def add_block(step, acc):
+        k = step * config.block_k + jnp.arange(config.block_k, dtype=jnp.int32)[None, :]
+        there = None if whole else k < d_in
+        x = load(x_ref.at[row[:, None], k], mask_of((row.size, k.size), live, there))
+        mask = mask_of((column.size, k.size), inside, there)
+        return acc + dot(x, load(w_ref.at[column[:, None], k], mask).T)
+
+    acc = jnp.zeros((row.size, column.size), jnp.float32)
+    return lax.fori_loop(0, pl.cdiv(d_in, config.block_k), add_block, acc)
 
 
 def _shrink_group(
@@ -239,7 +262,9 @@ def _shrink_group(
     tables = page_table_ref, num_pages_ref, layer_ref
 
     def pages_of(module):
-        return AdapterPages.of(tables, a_ref, slot, module)
+        # Two at once: with four all programs would hold so much that not all of those
+        # of 64 rows find room.
+        return AdapterPages.of(tables, a_ref, slot, module, 2)
 
     @pl.when(slot >= 0)
     def _():
@@ -247,20 +272,20 @@ def _shrink_group(
             rows_ref, tile_first_ref, tile_end_ref, 0, tile, block_rows
         )
         scale = scales(row, live)
-        # Of a single page two blocks a turn, so that more of it is on its way; of
-        # several modules that much is on its way with one.
-        in_pairs = 2 if config.steps % 2 == 0 else 1
 
-        def multiply(modules, at_once=1):
-            totals = shrink_group(
+        def multiply(modules):
+            # Of a single page two blocks a turn, so that more of it is on its way; of
+            # several modules or pages that much is on its way with one.
+            is_small = len(modules) == 1 and modules[0][1].size == RANK_PAGE
+            totals = shrink_splits(
                 x_ref,
                 a_ref,
                 (row, live),
                 modules,
                 config,
-                group=group,
-                group_size=config.group_size,
-                at_once=at_once,
+                part=group,
+                part_size=config.group_size,
+                at_once=2 if is_small and config.steps % 2 == 0 else 1,
             )
             for (module, lanes), total in zip(modules, totals, strict=True):
                 column = lanes.columns(module * max_rank, v_ref.shape[2])[None, :]
@@ -268,30 +293,4 @@ def _shrink_group(
                 total *= scale()
                 plgpu.store(v_ref.at[group, entry[:, None], column], total, mask=mask)
 
-        def multiply_one(module, _):
-            pages = pages_of(module)
-
-            @pl.when(pages.count == 1)
-            def _():
-                multiply([(module, pages.single())], in_pairs)
-
-            if pages.max_count > 1:
-
-                @pl.when(pages.count > 1)
-                def _():
-                    pages.fold(lambda lanes, _: multiply([(module, lanes)]), None)
-
-        if num_modules == 1:
-            multiply_one(0, None)
-            return
-        if num_modules > MAX_JOINT_MODULES:
-            lax.fori_loop(0, num_modules, multiply_one, None)
-            return
-        modules = [(module, pages_of(module)) for module in range(num_modules)]
-        alike = functools.reduce(
-            operator.and_, [pages.count == 1 for _, pages in modules]
-        )
-        pl.when(alike)(
-            lambda: multiply([(module, pages.single()) for module, pages in modules])
-        )
-        pl.when(~alike)(lambda: lax.fori_loop(0, num_modules, multiply_one, None))
+        shrink_modules(range(num_modules), pages_of, multiply)

@@ -22,7 +22,8 @@ from punica_jax.pallas_kernels._page_tiles import (
     load,
     mask_of,
     module_of_block,
-    shrink_group,
+    shrink_modules,
+    shrink_splits,
     tile_rows,
 )
 from punica_jax.pallas_kernels._pool import RANK_PAGE, LoraPool
@@ -37,8 +38,10 @@ from punica_jax.pallas_kernels._sgmv_config import (
 
 # From so many rows on a program of the shrink takes a group of splits. 4096 to 4096
 # columns at rank 16 take 24.0 us so for 2048 rows, and 25.7 with a program a split; for
-# 512 rows 13.1 and 12.3 (one H200, both halves).
+# 512 rows 13.1 and 12.3 (one H200, both halves). Of several modules it takes all of
+# them, and all splits.
 _MANY_ROWS = 1024
+_JOINT, _WHOLE, _MOST = True, True, 4
 
 
 def launch_tables(pool: LoraPool, segments: Segments) -> tuple[Array, ...]:
@@ -63,29 +66,35 @@ def shrink(
     """Launch shrink; see `reference.shrink`.
 
     Returns:
-      `f32[n, passes * rows, C * max_rank]`, the sums of `n` splits, or groups of them.
+      `f32[n, passes * rows, C * max_rank]`, the sums of `n` splits, of groups of them,
+      or of all.
       What an entry does not use is not written.
     """
     max_pages = pool.page_table.shape[1]
     config = config or shrink_config(pool.d_in, pool.dtype, max_pages)
     entries = segments.num_passes * segments.num_rows
     # What many rows' tiles give, each block of an expand reads: the fewer the better.
-    size = config.group_size if segments.num_rows >= _MANY_ROWS else 1
-    num_programs = pl.cdiv(config.splits, size)
-    shape = (num_programs, entries, pool.num_modules * pool.max_rank)
+    size, joint = 1, False
+    if segments.num_rows >= _MANY_ROWS:
+        size, joint = config.group_size, _JOINT and pool.num_modules > 1
+        if pool.num_modules > 1 and _WHOLE:
+            size = config.splits
+    num_parts = pl.cdiv(config.splits, size)
+    shape = (num_parts, entries, pool.num_modules * pool.max_rank)
     return pallas_call(
         functools.partial(
             _shrink_kernel,
             num_tiles=segments.num_tiles,
             block_rows=segments.block_rows,
-            group_size=size,
+            part_size=size,
+            joint=joint,
             config=config,
         ),
         out_shape=jax.ShapeDtypeStruct(shape, jnp.float32),
         grid=(
             segments.num_passes * segments.num_tiles,
-            pool.num_modules,
-            num_programs,
+            1 if joint else pool.num_modules,
+            num_parts,
         ),
         compiler_params=plgpu.CompilerParams(
             num_warps=config.num_warps, num_stages=config.num_stages
@@ -109,46 +118,49 @@ def _shrink_kernel(
     tile_slot_ref,  # i32[passes, tiles]
     tile_first_ref,  # i32[passes, tiles]
     tile_end_ref,  # i32[passes, tiles]
-    v_ref,  # f32[programs, passes * rows, C * max_rank]
+    v_ref,  # f32[parts, passes * rows, C * max_rank]
     *,
     num_tiles: int,
     block_rows: int,
-    group_size: int,
+    part_size: int,
+    joint: bool,
     config: ShrinkConfig,
 ):
     number, tile = 0, pl.program_id(0)
     if rows_ref.shape[0] > 1:
         number, tile = lax.div(tile, num_tiles), lax.rem(tile, num_tiles)
-    module, program = pl.program_id(1), pl.program_id(2)
+    modules = range(num_pages_ref.shape[1]) if joint else [pl.program_id(1)]
+    part = pl.program_id(2)
     max_rank = page_table_ref.shape[1] * RANK_PAGE
     slot = tile_slot_ref[number, tile]
     tables = page_table_ref, num_pages_ref, layer_ref
-    pages = AdapterPages.of(tables, a_ref, slot, module)
+
+    def pages_of(module):
+        return AdapterPages.of(tables, a_ref, slot, module, _MOST)
 
     @pl.when(slot >= 0)
     def _():
         entry, live, row = tile_rows(
             rows_ref, tile_first_ref, tile_end_ref, number, tile, block_rows
         )
+        entry_row = number * rows_ref.shape[1] + entry[:, None]
 
-        def multiply(lanes: PageLanes, _=None):
-            [total] = shrink_group(
+        def multiply(modules):
+            totals = shrink_splits(
                 x_ref,
                 a_ref,
                 (row, live),
-                [(module, lanes)],
+                modules,
                 config,
-                group=program,
-                group_size=group_size,
+                part=part,
+                part_size=part_size,
             )
-            entry_row = number * rows_ref.shape[1] + entry[:, None]
-            column = lanes.columns(module * max_rank, v_ref.shape[2])[None, :]
-            mask = mask_of(total.shape, live[:, None], lanes.used_columns)
-            plgpu.store(v_ref.at[program, entry_row, column], total, mask=mask)
+            for (module, lanes), total in zip(modules, totals, strict=True):
+                column = lanes.columns(module * max_rank, v_ref.shape[2])[None, :]
+                mask = mask_of(total.shape, live[:, None], lanes.used_columns)
+                plgpu.store(v_ref.at[part, entry_row, column], total, mask=mask)
 
-        pl.when(pages.count == 1)(lambda: multiply(pages.single()))
-        if pages.max_count > 1:
-            pl.when(pages.count > 1)(lambda: pages.fold(multiply, None))
+        shrink_modules(modules, pages_of, multiply)
 
 
 def expand(

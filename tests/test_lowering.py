@@ -168,12 +168,14 @@ def test_epilogues(dtype, max_rank):
     )
     # Of float32 the base products are XLA's, and rows are taken by tiles.
     few = dtype != jnp.float32
-    products = ["lora_project"] * 4 if few else ["lora_shrink"] * 2
-    kind = "rows" if few else "expand"
-    expands = [f"lora_gated_{kind}", f"lora_rotary_{kind}"] * 2
-    assert sorted(names(calls)) == sorted([*expands, *products, "segment_metadata"])
-    # Half of the calls are without adapters; XLA's products are no calls.
-    with_adapters = [*expands[:2], products[0], products[0]]
+    if few:
+        with_adapters = ["lora_gated_rows", "lora_rotary_rows", *["lora_project"] * 2]
+        without = ["lora_project_gated", "lora_project_rotary"]
+    else:
+        with_adapters = ["lora_gated_expand", "lora_rotary_expand"]
+        without, with_adapters = with_adapters, [*with_adapters, *["lora_shrink"] * 2]
+    every = [*with_adapters, *without, "segment_metadata"]
+    assert sorted(names(calls)) == sorted(every)
     assert sorted(names_with_segments(calls, rows, 3)) == sorted(with_adapters)
 
 

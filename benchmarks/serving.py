@@ -48,7 +48,8 @@ from punica_jax.sizes import Sizes
 
 POPULARITIES: tuple[Popularity, ...] = ("distinct", "uniform", "skewed", "identical")
 _BATCH: tuple[Popularity | None, ...] = (None, "identical", "distinct")
-_MAX_STEP_ROWS = 2048
+# As vLLM's default. 32 prompts of 512 tokens are three steps so instead of nine.
+_MAX_STEP_ROWS = 8192
 _BATCH_COLUMNS = ("all_first_ms", "vllm_tokens_per_s", "vllm_all_first_ms")
 _COLUMNS = {
     "trace": (

@@ -4,8 +4,6 @@ Runs inside kernels only. Knows refs; nothing of launches or of what is computed
 """
 
 import dataclasses
-import functools
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from punica_jax.pallas_kernels._pool import RANK_PAGE
-from punica_jax.pallas_kernels._sgmv_config import MAX_JOINT_MODULES, ShrinkConfig
+from punica_jax.pallas_kernels._sgmv_config import ShrinkConfig
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,43 +248,6 @@ def shrink_splits(
         # The last group is shorter, and was not added yet.
         totals = [own + below for own, below in zip(totals, unfinished, strict=True)]
     return totals
-
-
-def shrink_modules(
-    modules: Sequence[Any],
-    pages_of: Callable[[Any], AdapterPages],
-    multiply: Callable[[Sequence[tuple[Any, PageLanes]]], None],
-) -> None:
-    """Shrink a tile by the pages of some modules of its adapter.
-
-    Modules that have each a single page share the loads of x; others come one after the
-    other.
-
-    Args:
-      modules: which of the group's.
-      pages_of: looks up a module's.
-      multiply: writes the sums of the modules whose lanes it gets.
-    """
-
-    def multiply_one(module, _=None):
-        pages = pages_of(module)
-        pl.when(pages.count == 1)(lambda: multiply([(module, pages.single())]))
-        if pages.max_count > 1:
-            pl.when(pages.count > 1)(
-                lambda: pages.fold(lambda lanes, _: multiply([(module, lanes)]), None)
-            )
-
-    if len(modules) == 1:
-        multiply_one(modules[0])
-        return
-    if len(modules) > MAX_JOINT_MODULES:
-        lax.fori_loop(0, len(modules), multiply_one, None)
-        return
-    pages = [pages_of(module) for module in modules]
-    alike = functools.reduce(operator.and_, [own.count == 1 for own in pages])
-    lanes = [own.single() for own in pages]
-    pl.when(alike)(lambda: multiply(list(zip(modules, lanes, strict=True))))
-    pl.when(~alike)(lambda: lax.fori_loop(0, len(modules), multiply_one, None))
 
 
 def mask_of(shape: tuple[int, ...], *conditions: Array | None) -> Array | None:

@@ -8,6 +8,7 @@ nothing of models.
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -25,7 +26,6 @@ from punica_jax.pallas_kernels._page_tiles import (
     dot,
     load,
     mask_of,
-    shrink_modules,
     shrink_splits,
     tile_rows,
 )
@@ -33,6 +33,7 @@ from punica_jax.pallas_kernels._pool import RANK_PAGE, LoraPool
 from punica_jax.pallas_kernels._segments import Segments
 from punica_jax.pallas_kernels._sgmv import launch_tables
 from punica_jax.pallas_kernels._sgmv_config import (
+    MAX_JOINT_MODULES,
     ProjectConfig,
     ShrinkConfig,
     project_config,
@@ -264,7 +265,7 @@ def _shrink_group(
     def pages_of(module):
         # Two at once: with four all programs would hold so much that not all of those
         # of 64 rows find room.
-        return AdapterPages.of(tables, a_ref, slot, module, 2)
+        return AdapterPages.of(tables, a_ref, slot, module, most=2)
 
     @pl.when(slot >= 0)
     def _():
@@ -272,11 +273,11 @@ def _shrink_group(
             rows_ref, tile_first_ref, tile_end_ref, 0, tile, block_rows
         )
         scale = scales(row, live)
+        # Of a single page two blocks a turn, so that more of it is on its way; of
+        # several modules that much is on its way with one.
+        in_pairs = 2 if config.steps % 2 == 0 else 1
 
-        def multiply(modules):
-            # Of a single page two blocks a turn, so that more of it is on its way; of
-            # several modules or pages that much is on its way with one.
-            is_small = len(modules) == 1 and modules[0][1].size == RANK_PAGE
+        def multiply(modules, at_once=1):
             totals = shrink_splits(
                 x_ref,
                 a_ref,
@@ -285,7 +286,7 @@ def _shrink_group(
                 config,
                 part=group,
                 part_size=config.group_size,
-                at_once=2 if is_small and config.steps % 2 == 0 else 1,
+                at_once=at_once,
             )
             for (module, lanes), total in zip(modules, totals, strict=True):
                 column = lanes.columns(module * max_rank, v_ref.shape[2])[None, :]
@@ -293,4 +294,30 @@ def _shrink_group(
                 total *= scale()
                 plgpu.store(v_ref.at[group, entry[:, None], column], total, mask=mask)
 
-        shrink_modules(range(num_modules), pages_of, multiply)
+        def multiply_one(module, _):
+            pages = pages_of(module)
+
+            @pl.when(pages.count == 1)
+            def _():
+                multiply([(module, pages.single())], in_pairs)
+
+            if pages.max_count > 1:
+
+                @pl.when(pages.count > 1)
+                def _():
+                    pages.fold(lambda lanes, _: multiply([(module, lanes)]), None)
+
+        if num_modules == 1:
+            multiply_one(0, None)
+            return
+        if num_modules > MAX_JOINT_MODULES:
+            lax.fori_loop(0, num_modules, multiply_one, None)
+            return
+        modules = [(module, pages_of(module)) for module in range(num_modules)]
+        alike = functools.reduce(
+            operator.and_, [pages.count == 1 for _, pages in modules]
+        )
+        pl.when(alike)(
+            lambda: multiply([(module, pages.single()) for module, pages in modules])
+        )
+        pl.when(~alike)(lambda: lax.fori_loop(0, num_modules, multiply_one, None))

@@ -22,7 +22,6 @@ from punica_jax.pallas_kernels._page_tiles import (
     load,
     mask_of,
     module_of_block,
-    shrink_modules,
     shrink_splits,
     tile_rows,
 )
@@ -36,12 +35,12 @@ from punica_jax.pallas_kernels._sgmv_config import (
     shrink_config,
 )
 
-# From so many rows on a program of the shrink takes a group of splits. 4096 to 4096
-# columns at rank 16 take 24.0 us so for 2048 rows, and 25.7 with a program a split; for
-# 512 rows 13.1 and 12.3 (one H200, both halves). Of several modules it takes all of
-# them, and all splits.
+# From so many rows on a program of the shrink takes a group of splits, and of several
+# modules all of them. 4096 to 4096 columns at rank 16 take 24.0 us so for 2048 rows,
+# and 25.7 with a program a split; for 512 rows 13.1 and 12.3 (one H200, both halves).
+# Of q, k and v's, and of gate and up's, each block of an expand then reads a quarter:
+# 111 us instead of 124 for both; one module's has so few blocks that it saves nothing.
 _MANY_ROWS = 1024
-_JOINT, _WHOLE, _MOST = True, True, 4
 
 
 def launch_tables(pool: LoraPool, segments: Segments) -> tuple[Array, ...]:
@@ -74,26 +73,23 @@ def shrink(
     config = config or shrink_config(pool.d_in, pool.dtype, max_pages)
     entries = segments.num_passes * segments.num_rows
     # What many rows' tiles give, each block of an expand reads: the fewer the better.
-    size, joint = 1, False
+    part_size = 1
     if segments.num_rows >= _MANY_ROWS:
-        size, joint = config.group_size, _JOINT and pool.num_modules > 1
-        if pool.num_modules > 1 and _WHOLE:
-            size = config.splits
-    num_parts = pl.cdiv(config.splits, size)
+        part_size = config.splits if pool.num_modules > 1 else config.group_size
+    num_parts = pl.cdiv(config.splits, part_size)
     shape = (num_parts, entries, pool.num_modules * pool.max_rank)
     return pallas_call(
         functools.partial(
             _shrink_kernel,
             num_tiles=segments.num_tiles,
             block_rows=segments.block_rows,
-            part_size=size,
-            joint=joint,
+            part_size=part_size,
             config=config,
         ),
         out_shape=jax.ShapeDtypeStruct(shape, jnp.float32),
         grid=(
             segments.num_passes * segments.num_tiles,
-            1 if joint else pool.num_modules,
+            pool.num_modules,
             num_parts,
         ),
         compiler_params=plgpu.CompilerParams(
@@ -123,44 +119,41 @@ def _shrink_kernel(
     num_tiles: int,
     block_rows: int,
     part_size: int,
-    joint: bool,
     config: ShrinkConfig,
 ):
     number, tile = 0, pl.program_id(0)
     if rows_ref.shape[0] > 1:
         number, tile = lax.div(tile, num_tiles), lax.rem(tile, num_tiles)
-    modules = range(num_pages_ref.shape[1]) if joint else [pl.program_id(1)]
-    part = pl.program_id(2)
+    module, part = pl.program_id(1), pl.program_id(2)
     max_rank = page_table_ref.shape[1] * RANK_PAGE
     slot = tile_slot_ref[number, tile]
     tables = page_table_ref, num_pages_ref, layer_ref
-
-    def pages_of(module):
-        return AdapterPages.of(tables, a_ref, slot, module, _MOST)
+    pages = AdapterPages.of(tables, a_ref, slot, module)
 
     @pl.when(slot >= 0)
     def _():
         entry, live, row = tile_rows(
             rows_ref, tile_first_ref, tile_end_ref, number, tile, block_rows
         )
-        entry_row = number * rows_ref.shape[1] + entry[:, None]
 
-        def multiply(modules):
-            totals = shrink_splits(
+        def multiply(lanes: PageLanes, _=None):
+            [total] = shrink_splits(
                 x_ref,
                 a_ref,
                 (row, live),
-                modules,
+                [(module, lanes)],
                 config,
                 part=part,
                 part_size=part_size,
             )
-            for (module, lanes), total in zip(modules, totals, strict=True):
-                column = lanes.columns(module * max_rank, v_ref.shape[2])[None, :]
-                mask = mask_of(total.shape, live[:, None], lanes.used_columns)
-                plgpu.store(v_ref.at[part, entry_row, column], total, mask=mask)
+            entry_row = number * rows_ref.shape[1] + entry[:, None]
+            column = lanes.columns(module * max_rank, v_ref.shape[2])[None, :]
+            mask = mask_of(total.shape, live[:, None], lanes.used_columns)
+            plgpu.store(v_ref.at[part, entry_row, column], total, mask=mask)
 
-        shrink_modules(modules, pages_of, multiply)
+        pl.when(pages.count == 1)(lambda: multiply(pages.single()))
+        if pages.max_count > 1:
+            pl.when(pages.count > 1)(lambda: pages.fold(multiply, None))
 
 
 def expand(

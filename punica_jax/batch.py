@@ -17,6 +17,7 @@ from punica_jax.chunk import Chunk
 from punica_jax.models import SeqTable
 
 _DECODE_ONLY = 1
+_FIRST_BY_TWOS = 2048
 # Rows of one program for prompts' log-probabilities: 33 MB of logits at a vocabulary
 # of 128k.
 BLOCK_ROWS = 64
@@ -47,7 +48,7 @@ class Buckets:
 
     Decode takes 1, 4, 16 and so on up to `max_seqs` sequences; a decode step's time
     is the weights', which padding does not read twice. Prefill takes 32, 128 and so on
-    up to `max_rows` rows, with `max_seqs` sequences, the fewest rows also with 1: of
+    up to `max_rows` rows (beyond 2048, where time is the rows', by twos), with `max_seqs` sequences, the fewest rows also with 1: of
     more rows, what a lone prompt does not use costs little beside them. Its logits come
     in shapes that decode has too, so that what draws from them needs no further
     programs. At defaults (32 sequences, 2048 rows) these are 9 programs.
@@ -88,11 +89,11 @@ class Buckets:
 
 
 def _ladder(least: int, most: int) -> list[int]:
-    """Return `least`, its multiples by powers of four below `most`, and `most`."""
+    """Return `least`, steps by fours up to 2048 and then by twos, and `most`."""
     sizes = []
     while least < most:
         sizes.append(least)
-        least *= 4
+        least *= 4 if least < _FIRST_BY_TWOS else 2
     return [*sizes, most]
 
 

@@ -249,36 +249,71 @@ def test_a_row_is_bitwise_the_same_alone(form, implementation):
         np.testing.assert_array_equal(run(np.array([row]))[0], together[row])
 
 
+def few_rows(form, slots, implementation):
+    """Return what runs a form of the row expand, traced anew each time."""
+    width, rows = 256, len(slots)
+    d_outs = {
+        "gated": (width, width),
+        "rotary": (2 * width, width, width),
+        "normed": (width,),
+    }[form]
+    ranks = [[16] * len(d_outs), [8, 40, 16][: len(d_outs)], [5] * len(d_outs)]
+    case = make_case(rows=rows, ranks=ranks, d_in=40, d_outs=d_outs, dtype="bfloat16")
+    segments = segments_of(case, np.asarray(slots, np.int32), implementation)
+    tables = jax.random.normal(jax.random.key(0), (2, rows, 128), jnp.float32)
+    kv_pages = jnp.zeros((2, rows, width // 128, PAGE_SIZE, 128), jnp.bfloat16)
+    place = jnp.arange(rows, dtype=jnp.int32)
+    y = jnp.asarray(case.y)
+    operands = jnp.asarray(case.x), no_weight(y, case.x)
+    options = {"residual": y, "implementation": implementation}
+    lora = case.pool, segments
+    norm = Norm(weight=y[0], eps=1e-5)
+
+    def step():
+        if form == "gated":
+            return lora_gated(*operands, lora, **options)
+        if form == "normed":
+            return lora_normed(*operands, norm, lora, **options)
+        return lora_rotary(
+            *operands, tuple(tables), kv_pages, place, place, lora, **options
+        )
+
+    # Anew: what was traced with other blocks is not this.
+    return lambda: jax.jit(lambda: step())()
+
+
 @pytest.mark.parametrize("implementation", [GRID, GPU])
 @pytest.mark.parametrize("form", ["gated", "rotary"])
 def test_a_row_is_bitwise_the_same_in_blocks_of_any_width(
     form, implementation, monkeypatch
 ):
-    width, rows = 256, 5
-    d_outs = (width, width) if form == "gated" else (2 * width, width, width)
-    ranks = [[16] * len(d_outs), [8, 40, 16][: len(d_outs)], [5] * len(d_outs)]
-    case = make_case(rows=rows, ranks=ranks, d_in=40, d_outs=d_outs, dtype="bfloat16")
-    segments = segments_of(case, np.array([0, 1, 2, -1, 1], np.int32), implementation)
-    tables = jax.random.normal(jax.random.key(0), (2, rows, 128), jnp.float32)
-    kv_pages = jnp.zeros((2, rows, width // 128, PAGE_SIZE, 128), jnp.bfloat16)
-    place = jnp.arange(rows, dtype=jnp.int32)
-    launches = []
+    slots, launches = [0, 1, 2, -1, 1], []
+    step = few_rows(form, slots, implementation)
 
     def run(max_programs):
         monkeypatch.setattr(_row_expand, "_MAX_PROGRAMS", max_programs)
-        launches.append(_row_expand._fitting_block(rows, width))
-        operands = jnp.asarray(case.x), no_weight(jnp.asarray(case.y), case.x)
-        options = {"residual": jnp.asarray(case.y), "implementation": implementation}
-        lora = case.pool, segments
-        # Anew: what was traced with other blocks is not this.
-        if form == "gated":
-            return jax.jit(lambda: lora_gated(*operands, lora, **options))()
-        cache = tuple(tables), kv_pages, place, place
-        return jax.jit(lambda: lora_rotary(*operands, *cache, lora, **options))()
+        launches.append(_row_expand._fitting_block(len(slots), 256))
+        return step()
 
     narrow, wide = run(10**9), run(0)
     assert launches == [64, 128]
     jax.tree.map(np.testing.assert_array_equal, narrow, wide)
+
+
+@pytest.mark.parametrize("implementation", ["pallas_interpret", GPU])
+@pytest.mark.parametrize(
+    "form", ["gated", pytest.param("rotary", marks=pytest.mark.grid), "normed"]
+)
+def test_rows_are_bitwise_the_same_in_one_program(form, implementation, monkeypatch):
+    # Two programs, the second not full; of several adapters each, and of none.
+    step = few_rows(form, [1, -1, 0, 1, 2, -1, 1], implementation)
+
+    def run(many):
+        for name in ("_MANY_ROWS", "_MANY_GATED_ROWS"):
+            monkeypatch.setattr(_row_expand, name, many)
+        return step()
+
+    jax.tree.map(np.testing.assert_array_equal, run(99), run(1))
 
 
 @pytest.mark.parametrize("implementation", [GRID, GPU])

@@ -16,6 +16,15 @@ from punica_jax.pallas_kernels.shapes import LLAMA_2_7B, LLAMA_3_1_8B
 
 # What is allowed over backbone and adapters' bytes, by rows.
 EXTRA_MS = {1: 0.15, 32: 0.20, 64: 0.35, 128: 0.35}
+# The step without adapters when the goals were set, by shape and rows. A step is held
+# against this one, too: its own getting faster makes it no slower.
+FIRST_BACKBONE_MS = {
+    (LLAMA_2_7B.name, 1): 4.1,
+    (LLAMA_2_7B.name, 32): 6.50,
+    (LLAMA_2_7B.name, 64): 8.99,
+    (LLAMA_2_7B.name, 128): 14.06,
+    (LLAMA_3_1_8B.name, 32): 5.04,
+}
 # Where a step's cost is judged: shape, rows, popularities.
 JUDGED = (
     (LLAMA_2_7B.name, 1, ("identical",)),
@@ -215,14 +224,22 @@ def _allowed(steps: Sequence[Record]) -> Iterator[Goal]:
     for shape, rows, popularities in JUDGED:
         for popularity in popularities:
             step = _step_of(steps, shape, rows, popularity)
-            extra = f"one without adapters, their bytes and {EXTRA_MS[rows]:g} ms"
-            yield _judged(
-                f"{_case_of(shape, rows)}, {popularity}: a step, against {extra}",
-                "" if step is None else f"<= {step['allowed_ms']:.2f} ms",
-                step,
-                "" if step is None else f"{step['step_ms']:.2f} ms",
-                step is not None and step["met"],
-            )
+            first_ms, extra_ms = FIRST_BACKBONE_MS[shape, rows], EXTRA_MS[rows]
+            for backbone, allowed_ms in (
+                ("one without adapters", step and step["allowed_ms"]),
+                (
+                    f"{first_ms:.2f} ms without adapters when the goal was set",
+                    step and first_ms + step["adapters_ms"] + extra_ms,
+                ),
+            ):
+                yield _judged(
+                    f"{_case_of(shape, rows)}, {popularity}: a step, against "
+                    f"{backbone}, their bytes and {extra_ms:g} ms",
+                    "" if step is None else f"<= {allowed_ms:.2f} ms",
+                    step,
+                    "" if step is None else f"{step['step_ms']:.2f} ms",
+                    step is not None and step["step_ms"] <= allowed_ms,
+                )
 
 
 def _ranks(mixed: Sequence[Record]) -> Iterator[Goal]:

@@ -226,15 +226,15 @@ def _rotary_kernel(
     rotated = low * cos - high * sin, high * cos + low * sin
     mask = rows.mask(inside, lane)
 
-    def write(ref, at, low, high, mask):
-        for start, value in ((0, low), (half, high)):
+    def write(ref, at, values, mask):
+        for start, value in zip((0, half), values, strict=True):
             target = ref.at[(*at, start + lane)]
             plgpu.store(target, value.astype(ref.dtype), mask=mask)
 
     def of_row(values):
         return values[:, None, None]
 
-    pl.when(is_kv == 0)(lambda: write(q_ref, (of_row(rows.row), head), *rotated, mask))
+    pl.when(is_kv == 0)(lambda: write(q_ref, (of_row(rows.row), head), rotated, mask))
 
     @pl.when(is_kv > 0)
     def _():
@@ -246,13 +246,13 @@ def _rotary_kernel(
             there &= rows.live
         # Dead rows apart from each other and from all pages: see `tile_rows`.
         page = jnp.where(there, page, num_pages + jnp.arange(block_rows))
-        values = (
+        values = [
             jnp.where(is_v > 0, own, turned)
             for own, turned in zip((low, high), rotated, strict=True)
-        )
+        ]
         kv_head = head - heads - is_v * kv_heads
         at = is_v, of_row(page), kv_head, of_row(offset)
-        write(kv_ref, at, *values, mask_of(low.shape, of_row(there), mask))
+        write(kv_ref, at, values, mask_of(low.shape, of_row(there), mask))
 
 
 def _rows_of_program(num_rows: int, many: int = _MANY_ROWS) -> int:

@@ -48,10 +48,11 @@ class Buckets:
 
     Decode takes 1, 4, 16 and so on up to `max_seqs` sequences; a decode step's time
     is the weights', which padding does not read twice. Prefill takes 32, 128 and so on
-    up to `max_rows` rows (beyond 2048, where time is the rows', by twos), with `max_seqs` sequences, the fewest rows also with 1: of
-    more rows, what a lone prompt does not use costs little beside them. Its logits come
-    in shapes that decode has too, so that what draws from them needs no further
-    programs. At defaults (32 sequences, 2048 rows) these are 9 programs.
+    up to `max_rows` rows, beyond 2048, where time is the rows', by twos; with
+    `max_seqs` sequences, the fewest rows also with 1: of more rows, what a lone prompt
+    does not use costs little beside them. Its logits come in shapes that decode has
+    too, so that what draws from them needs no further programs. At defaults (32
+    sequences, 2048 rows) these are 9 programs.
     """
 
     def __init__(self, max_seqs: int, max_rows: int):

@@ -186,11 +186,14 @@ def test_goals_of_steps_that_were_not_measured_say_so():
     step = record(popularity="identical", step_ms=6.41, allowed_ms=6.22, met=False)
     assert decode_goals.goals([], []) == []
     goals = decode_goals.goals([step], [])
-    assert [goal.measured for goal in goals].count("not measured") == len(goals) - 1
-    assert not any(goal.met for goal in goals)
-    [goal] = [goal for goal in goals if goal.records]
-    assert goal.what.startswith("7B, 32 rows, context 512, identical: a step, against")
-    assert (goal.wanted, goal.measured) == ("<= 6.22 ms", "6.41 ms")
+    assert [goal.measured for goal in goals].count("not measured") == len(goals) - 2
+    now, first = [goal for goal in goals if goal.records]
+    case = "7B, 32 rows, context 512, identical: a step, against"
+    assert now.what.startswith(f"{case} one without adapters") and not now.met
+    # A backbone that got faster since makes no step slower.
+    assert first.what.startswith(f"{case} 6.50 ms without adapters") and first.met
+    assert [goal for goal in goals if goal.met] == [first]
+    assert (now.wanted, now.measured) == ("<= 6.22 ms", "6.41 ms")
     asked = {goal.what.partition(":")[0] for goal in goals}
     assert {
         "8B, 32 rows, contexts 512 to 640",

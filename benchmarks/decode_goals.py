@@ -17,7 +17,7 @@ from punica_jax.pallas_kernels.shapes import LLAMA_2_7B, LLAMA_3_1_8B
 # What is allowed over backbone and adapters' bytes, by rows.
 EXTRA_MS = {1: 0.15, 32: 0.20, 64: 0.35, 128: 0.35}
 # The step without adapters when the goals were set, by shape and rows. A step is held
-# against this one, too: its own getting faster makes it no slower.
+# against this one, too: a backbone that got faster since makes no step slower.
 FIRST_BACKBONE_MS = {
     (LLAMA_2_7B.name, 1): 4.1,
     (LLAMA_2_7B.name, 32): 6.50,

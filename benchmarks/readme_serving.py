@@ -21,6 +21,8 @@ from benchmarks.readme_tables import (
 )
 from benchmarks.scheduling import GOAL_MS
 
+# Rows of a step in records that do not say it.
+_FIRST_STEP_ROWS = 2048
 WHERE = {"all_there": "on the device", "loaded": "on disk"}
 QUEUES = {
     "first_come": "first come, first served",
@@ -110,8 +112,8 @@ def batch(results: Path) -> str:
     def place(row: Record) -> tuple[Any, ...]:
         return *(row[key] for key in keys[:4]), POPULARITIES.index(row["popularity"])
 
-    columns = ["model", "requests", "tokens of each", "adapters", "tokens/s"]
-    columns += ["vLLM's", "all first tokens, ms", "vLLM's"]
+    columns = ["model", "requests", "tokens of each", "rows of a step", "adapters"]
+    columns += ["tokens/s", "vLLM's", "all first tokens, ms", "vLLM's"]
     lines = [
         (
             row,
@@ -119,6 +121,7 @@ def batch(results: Path) -> str:
                 row["shape"],
                 row["rows"],
                 f"{row['prompt_len']} + {row['num_new']}",
+                row.get("max_step_rows", _FIRST_STEP_ROWS),
                 row["popularity"],
                 *_beside(row["tokens_per_s"], row.get("vllm_tokens_per_s"), max),
                 *_beside(row["all_first_ms"], row.get("vllm_all_first_ms"), min),

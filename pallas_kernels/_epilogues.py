@@ -1,8 +1,8 @@
 """A linear layer with its adapters' product, and what follows it in a decoder layer.
 
 Checks, choice of implementation, gradients; the kernels are `_project.py`'s,
-`_row_expand.py`'s, `_sgmv.py`'s and `_fused.py`'s. Knows arrays of one layer; nothing
-of models or sequences.
+`_one_launch.py`'s, `_row_expand.py`'s, `_sgmv.py`'s and `_fused.py`'s. Knows arrays of
+one layer; nothing of models or sequences.
 """
 
 import functools

@@ -15,6 +15,9 @@ from jax.experimental.pallas import triton as plgpu
 from punica_jax.pallas_kernels._pool import RANK_PAGE
 from punica_jax.pallas_kernels._sgmv_config import ShrinkConfig
 
+# Rank pages of one adapter that are multiplied at once.
+MAX_AT_ONCE = 4
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PageLanes:
@@ -56,11 +59,12 @@ class PageLanes:
 class AdapterPages:
     """The pages that one module of the adapter in `slot` has.
 
-    `most` of them at once, for then their loads overlap: on one H200 a row of rank 64
-    takes 7.8 us; with the shrink's pages one by one 10.4, with the expand's 15.0.
+    `most` of them at once, for then their loads overlap: by tiles, a row of rank 64
+    takes 7.8 us on one H200; with the shrink's pages one by one 10.4, with the expand's
+    15.0.
     """
 
-    page_table_ref: Any  # i32[slots, max_pages]; a row's programs: entries for slots
+    page_table_ref: Any  # i32[slots, max_pages]
     slot: Array
     count: Array
     first: Array | int  # page of the layer
@@ -70,7 +74,12 @@ class AdapterPages:
 
     @classmethod
     def of(
-        cls, tables: Any, weights_ref: Any, slot: Array, module: Any, most: int = 4
+        cls,
+        tables: Any,
+        weights_ref: Any,
+        slot: Array,
+        module: Any,
+        most: int = MAX_AT_ONCE,
     ) -> "AdapterPages":
         """Look up the pages of a slot, none if it is below 0.
 
@@ -142,8 +151,8 @@ def _lanes_of(page: Array, index: Array | int) -> PageLanes:
 
 
 def pages_at_once(dtype: Any) -> int:
-    """Return the `most` of `AdapterPages`; float32 has no tensor cores to fill."""
-    return 4 if jnp.dtype(dtype).itemsize == 2 else 1
+    """Return the greatest `most` of `AdapterPages`; float32 has no tensor cores."""
+    return MAX_AT_ONCE if jnp.dtype(dtype).itemsize == 2 else 1
 
 
 def tile_rows(

@@ -263,8 +263,8 @@ def _shrink_group(
     tables = page_table_ref, num_pages_ref, layer_ref
 
     def pages_of(module):
-        # Two at once: with four all programs would hold so much that not all of those
-        # of 64 rows find room.
+        # Two at once: with four all programs would hold so much that not all of 64 rows
+        # find room, 8 us of a layer of 8 adapters.
         return AdapterPages.of(tables, a_ref, slot, module, most=2)
 
     @pl.when(slot >= 0)

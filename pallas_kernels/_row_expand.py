@@ -3,11 +3,11 @@
 In a decode step most rows have an adapter of their own, and a tensor-core product
 computes sixteen rows for that one, which takes longer than reading B. Here B is read in
 wide loads, multiplied and added: 32 rows of 32 adapters, 22016 columns, take 8.7
-instead of 20.5 us on one H200. Neighbours, which are by adapter, are of one program: of
-one adapter they read its B from the L2 once. Four forms: in place, as `_sgmv` for more
-rows; in place with a norm; ending with SiLU(gate) * up, and with the rotary embedding
-and the stores into the KV cache, as `_fused`. Knows pools, segments and pages as
-arrays; nothing of models or sequences.
+instead of 20.5 us on one H200. Of many rows, neighbours by adapter are of one program:
+of one adapter they read its B from the L2 once. Four forms: in place, as `_sgmv` for
+more rows; in place with a norm; ending with SiLU(gate) * up, and with the rotary
+embedding and the stores into the KV cache, as `_fused`. Knows pools, segments and pages
+as arrays; nothing of models or sequences.
 """
 
 import functools
@@ -27,8 +27,9 @@ from punica_jax.pallas_kernels._norm import Norm, NormedRows
 from punica_jax.pallas_kernels._page_tiles import load, mask_of, module_of_block
 
 # Rows of a program where there are many: a layer of 64 rows of 8 adapters takes 4 us
-# less so than with a row a program, of 32 rows of one adapter 0.9 us. Gate and up's of
-# 32 rows gain 0.8 us where all have one adapter, and lose 0.5 where each has its own.
+# less so than with a row a program, of 32 rows of one adapter 0.9 us, of 32 adapters
+# nothing. Gate and up's of 32 rows gain 0.8 us where all have one adapter, and lose 0.5
+# where each has its own.
 _BLOCK_ROWS = 4
 _MANY_ROWS, _MANY_GATED_ROWS = 32, 64
 # Columns of one module a program. In place, 32 rows of 32 adapters to 4096 columns take
@@ -36,11 +37,11 @@ _MANY_ROWS, _MANY_GATED_ROWS = 32, 64
 # change the order in which a norm adds its squares.) Gate and up take 9.0 with 128;
 # with 256 9.6, and where ranks are mixed 19.4 instead of 18.3.
 _BLOCK_N = 128
-# Where they may follow the rows: as few as so many programs allow, for then all begin
-# at once. A row alone takes, with 64 and 128 columns, gate and up 3.2 and 4.1 us, q, k,
+# Where they may follow the rows: as few as so many warps allow, for then all begin at
+# once. A row alone takes, with 64 and 128 columns, gate and up 3.2 and 4.1 us, q, k,
 # v 3.1 and 3.9; 8 rows 6.2 and 4.6, 4.2 and 4.4.
 _LEAST_BLOCK_N = 64
-_MAX_PROGRAMS = 800
+_MAX_WARPS = 800
 
 
 def expand(y: Array, shrunk: Shrunk, *, interpret: bool = False) -> Array:
@@ -63,7 +64,7 @@ def _expand(
     block_n = min(_BLOCK_N, max(16, pl.next_power_of_2(max(d_outs))))
     blocks = tuple(pl.cdiv(width, block_n) for width in d_outs)
     num_rows = shrunk.segments.num_rows
-    block_rows = _rows_of_program(num_rows)
+    block_rows = _rows_of_program(num_rows, _MANY_ROWS)
     shapes, norms = [jax.ShapeDtypeStruct(y.shape, y.dtype)], ()
     if norm_weight is not None:
         squares = jax.ShapeDtypeStruct((sum(blocks), num_rows), jnp.float32)
@@ -114,6 +115,9 @@ def _expand_kernel(
         norm = [load(ref.at[column], inside).astype(jnp.float32) for ref in norm_refs]
         [[y]] = rows.add_product([[y]], [module], [[column]], inside)
         y = y.astype(y_ref.dtype)
+        if not normed_refs:
+            # Without an adapter a negative zero, too, stays what it is.
+            mask = mask_of(y.shape, (rows.slot >= 0)[:, None, None], mask)
         plgpu.store(y_ref.at[at], y, mask=mask)
         if normed_refs:
             rows_ref, squares_ref = normed_refs
@@ -180,7 +184,7 @@ def rotary_expand(
     # A power of two, and all of one module.
     block_n = _fitting_block(rows, y.shape[1] // 2)
     at_once = math.gcd(heads, kv_heads, max(1, block_n // lanes))
-    block_rows = _rows_of_program(rows)
+    block_rows = _rows_of_program(rows, _MANY_ROWS)
     q = jax.ShapeDtypeStruct((rows, heads, head_dim), y.dtype)
     return pallas_call(
         functools.partial(
@@ -245,7 +249,8 @@ def _rotary_kernel(
         if rows.live is not None:
             there &= rows.live
         # Dead rows apart from each other and from all pages: see `tile_rows`.
-        page = jnp.where(there, page, num_pages + jnp.arange(block_rows))
+        outside = num_pages + jnp.arange(block_rows, dtype=jnp.int32)
+        page = jnp.where(there, page, outside)
         values = [
             jnp.where(is_v > 0, own, turned)
             for own, turned in zip((low, high), rotated, strict=True)
@@ -255,7 +260,7 @@ def _rotary_kernel(
         write(kv_ref, at, values, mask_of(low.shape, of_row(there), mask))
 
 
-def _rows_of_program(num_rows: int, many: int = _MANY_ROWS) -> int:
+def _rows_of_program(num_rows: int, many: int) -> int:
     return _BLOCK_ROWS if num_rows >= many else 1
 
 
@@ -265,6 +270,6 @@ def _params(block_rows: int) -> plgpu.CompilerParams:
 
 def _fitting_block(rows: int, width: int) -> int:
     """Return how many columns a program of so many rows' launch has."""
-    many = rows * pl.cdiv(width, _LEAST_BLOCK_N) > _MAX_PROGRAMS
+    many = rows * pl.cdiv(width, _LEAST_BLOCK_N) > _MAX_WARPS
     block_n = _BLOCK_N if many else _LEAST_BLOCK_N
     return min(block_n, max(16, pl.next_power_of_2(width)))

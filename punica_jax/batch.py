@@ -90,7 +90,7 @@ class Buckets:
 
 
 def _ladder(least: int, most: int) -> list[int]:
-    """Return `least`, steps by fours up to 2048 and then by twos, and `most`."""
+    """Return `least`, what comes of it by fours, from 2048 on by twos, and `most`."""
     sizes = []
     while least < most:
         sizes.append(least)

@@ -255,8 +255,7 @@ def few_rows(form, slots, implementation):
     d_outs = {
         "gated": (width, width),
         "rotary": (2 * width, width, width),
-        "normed": (width,),
-    }[form]
+    }.get(form, (width,))
     ranks = [[16] * len(d_outs), [8, 40, 16][: len(d_outs)], [5] * len(d_outs)]
     case = make_case(rows=rows, ranks=ranks, d_in=40, d_outs=d_outs, dtype="bfloat16")
     segments = segments_of(case, np.asarray(slots, np.int32), implementation)
@@ -274,6 +273,8 @@ def few_rows(form, slots, implementation):
             return lora_gated(*operands, lora, **options)
         if form == "normed":
             return lora_normed(*operands, norm, lora, **options)
+        if form == "plain":
+            return lora_linear(*operands, lora, **options)
         return lora_rotary(
             *operands, tuple(tables), kv_pages, place, place, lora, **options
         )
@@ -290,8 +291,8 @@ def test_a_row_is_bitwise_the_same_in_blocks_of_any_width(
     slots, launches = [0, 1, 2, -1, 1], []
     step = few_rows(form, slots, implementation)
 
-    def run(max_programs):
-        monkeypatch.setattr(_row_expand, "_MAX_PROGRAMS", max_programs)
+    def run(max_warps):
+        monkeypatch.setattr(_row_expand, "_MAX_WARPS", max_warps)
         launches.append(_row_expand._fitting_block(len(slots), 256))
         return step()
 
@@ -302,18 +303,23 @@ def test_a_row_is_bitwise_the_same_in_blocks_of_any_width(
 
 @pytest.mark.parametrize("implementation", ["pallas_interpret", GPU])
 @pytest.mark.parametrize(
-    "form", ["gated", pytest.param("rotary", marks=pytest.mark.grid), "normed"]
+    "form", ["gated", pytest.param("rotary", marks=pytest.mark.grid), "normed", "plain"]
 )
 def test_rows_are_bitwise_the_same_in_one_program(form, implementation, monkeypatch):
     # Two programs, the second not full; of several adapters each, and of none.
     step = few_rows(form, [1, -1, 0, 1, 2, -1, 1], implementation)
+    choose, chosen = _row_expand._rows_of_program, []
 
     def run(many):
-        for name in ("_MANY_ROWS", "_MANY_GATED_ROWS"):
-            monkeypatch.setattr(_row_expand, name, many)
+        def rows_of_program(num_rows, _):
+            chosen.append(choose(num_rows, many))
+            return chosen[-1]
+
+        monkeypatch.setattr(_row_expand, "_rows_of_program", rows_of_program)
         return step()
 
     jax.tree.map(np.testing.assert_array_equal, run(99), run(1))
+    assert chosen == [1, 4]
 
 
 @pytest.mark.parametrize("implementation", [GRID, GPU])
@@ -667,7 +673,7 @@ def test_an_expand_adds_splits_and_their_groups_alike(splits, implementation):
 @pytest.mark.parametrize("kib", [227, 163, 99])  # H200, A100, L4
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("d_in", [64, 4096, 14336])
-@pytest.mark.parametrize("d_out", [24, 4096, 6144, 12288, 28672])
+@pytest.mark.parametrize("d_out", [24, 4096, 6144, 12288, 22016, 28672])
 @pytest.mark.parametrize("shrinks", [False, True])
 @pytest.mark.parametrize("tile_rows", [16, MAX_PROJECT_ROWS])
 def test_a_program_fits_its_multiprocessor(tile_rows, shrinks, d_in, d_out, dtype, kib):

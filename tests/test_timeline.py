@@ -31,6 +31,9 @@ def test_what_runs_beside_or_inside_another_counts_once():
     ("name", "functions", "group"),
     [
         ("lora_shrink", (), "shrink"),
+        ("lora_project", (), "base products, with shrink"),
+        ("lora_project_gated", (), "base products, with what follows"),
+        ("lora_project_rotary", (), "base products, with what follows"),
         ("lora_expand", (), "expand"),
         ("lora_rotary_expand", (), "rotary and cache writes, with expand"),
         ("paged_attention_decode", (), "attention"),

@@ -19,7 +19,13 @@ from jax.experimental.pallas import triton as plgpu
 
 from punica_jax.pallas_kernels import _sgmv
 from punica_jax.pallas_kernels._launch import pallas_call
-from punica_jax.pallas_kernels._page_tiles import AdapterPages, load, mask_of, tile_rows
+from punica_jax.pallas_kernels._page_tiles import (
+    AdapterPages,
+    kv_places,
+    load,
+    mask_of,
+    tile_rows,
+)
 from punica_jax.pallas_kernels._pool import RANK_PAGE, LoraPool
 from punica_jax.pallas_kernels._segments import Segments
 
@@ -237,7 +243,6 @@ def _gated_kernel(
     column = pl.program_id(1) * config.block_n
     column = column + jnp.arange(config.block_n, dtype=jnp.int32)
     inside = None if width % config.block_n == 0 else (column < width)[None, :]
-
     # Four at once would take so much room that a step's 2048 rows of 4 adapters take 81
     # us, not 73; of rank 64, alone, both take 131.
     pages = [tile.pages(module, most=2) for module in range(2)]
@@ -314,8 +319,7 @@ def _rotary_kernel(
         low, high = tile.add_product(
             sums, is_k + is_v, pages, columns, inside, single=single, apart=True
         )
-        shape = (block_rows, lane.size)
-        mask = mask_of(shape, tile.live[:, None], inside)
+        mask = mask_of(low.shape, tile.live[:, None], inside)
 
         def write(ref, at, values, mask):
             for start, value in zip((0, half), values, strict=True):
@@ -323,8 +327,7 @@ def _rotary_kernel(
                 plgpu.store(target, value.astype(ref.dtype), mask=mask)
 
         def rotated():
-            cos = tile.load(cos_ref, lane, inside)
-            sin = tile.load(sin_ref, lane, inside)
+            cos, sin = (tile.load(ref, lane, inside) for ref in (cos_ref, sin_ref))
             return low * cos - high * sin, high * cos + low * sin
 
         @pl.when(head < heads)
@@ -332,14 +335,11 @@ def _rotary_kernel(
             write(q_ref, (tile.row[:, None], head), rotated(), mask)
 
         def store(part, kv_head, values):
-            page = load(page_ref.at[tile.row], tile.live)
-            there = tile.live & (page < num_pages)
-            # Dead lanes apart from each other and from all pages: see `tile_rows`.
-            outside = num_pages + jnp.arange(block_rows, dtype=jnp.int32)
-            page = jnp.where(there, page, outside)
-            offset = load(offset_ref.at[tile.row], tile.live)
+            page, offset, there = kv_places(
+                page_ref, offset_ref, tile.row, tile.live, num_pages
+            )
             at = (part, page[:, None], kv_head, offset[:, None])
-            write(kv_ref, at, values, mask_of(shape, there[:, None], inside))
+            write(kv_ref, at, values, mask_of(low.shape, there[:, None], inside))
 
         @pl.when((is_k - is_v) > 0)
         def _():

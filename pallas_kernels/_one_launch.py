@@ -19,7 +19,7 @@ from jax.experimental.pallas import triton as plgpu
 from punica_jax.pallas_kernels._dispatch import shared_bytes
 from punica_jax.pallas_kernels._launch import pallas_call
 from punica_jax.pallas_kernels._norm import NormedRows, row_scales
-from punica_jax.pallas_kernels._page_tiles import load, mask_of
+from punica_jax.pallas_kernels._page_tiles import kv_places, load, mask_of
 from punica_jax.pallas_kernels._project import product
 from punica_jax.pallas_kernels._sgmv_config import ProjectConfig, project_config
 
@@ -164,13 +164,9 @@ class _Rotary:
 
         @pl.when(head >= self.heads)
         def _():
-            page = load(page_ref.at[rows.row], rows.live)
-            offset = load(offset_ref.at[rows.row], rows.live)
-            there = page < num_pages
-            if rows.live is not None:
-                there &= rows.live
-            # Dead rows apart from each other and from all pages: see `tile_rows`.
-            page = jnp.where(there, page, num_pages + rows.row)
+            page, offset, there = kv_places(
+                page_ref, offset_ref, rows.row, rows.live, num_pages
+            )
             is_v = (head >= self.heads + self.kv_heads).astype(jnp.int32)
             values = [
                 jnp.where(is_v > 0, own, other)

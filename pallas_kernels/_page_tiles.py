@@ -1,4 +1,4 @@
-"""What the LoRA kernels' bodies share: a tile's rows, its columns, an adapter's pages.
+"""What the LoRA kernels' bodies share: rows, columns, an adapter's pages, KV places.
 
 Runs inside kernels only. Knows refs; nothing of launches or of what is computed.
 """
@@ -170,6 +170,25 @@ def tile_rows(
     entry = jnp.where(live, entry, num_rows + lane)
     row = load(rows_ref.at[number, entry], live)
     return entry, live, jnp.where(live, row, num_rows + lane)
+
+
+def kv_places(
+    page_ref: Any,  # i32[rows]
+    offset_ref: Any,  # i32[rows]
+    row: Array,
+    live: Array | None,
+    num_pages: int,
+) -> tuple[Array, Array, Array]:
+    """Return rows' KV pages, their places in these, and which have one.
+
+    Those without are apart from each other and from all pages: see `tile_rows`.
+    """
+    page, offset = (load(ref.at[row], live) for ref in (page_ref, offset_ref))
+    there = page < num_pages
+    if live is not None:
+        there &= live
+    outside = num_pages + jnp.arange(row.size, dtype=jnp.int32)
+    return jnp.where(there, page, outside), offset, there
 
 
 def module_of_block(

@@ -24,7 +24,12 @@ from punica_jax.pallas_kernels._adapter_rows import AdapterRows, columns_of
 from punica_jax.pallas_kernels._fused import Shrunk
 from punica_jax.pallas_kernels._launch import pallas_call
 from punica_jax.pallas_kernels._norm import Norm, NormedRows
-from punica_jax.pallas_kernels._page_tiles import load, mask_of, module_of_block
+from punica_jax.pallas_kernels._page_tiles import (
+    kv_places,
+    load,
+    mask_of,
+    module_of_block,
+)
 
 # Rows of a program where there are many: a layer of 64 rows of 8 adapters takes 4 us
 # less so than with a row a program, of 32 rows of one adapter 0.9 us, of 32 adapters
@@ -242,15 +247,9 @@ def _rotary_kernel(
 
     @pl.when(is_kv > 0)
     def _():
-        page, offset = (
-            load(ref.at[rows.row], rows.live) for ref in (page_ref, offset_ref)
+        page, offset, there = kv_places(
+            page_ref, offset_ref, rows.row, rows.live, num_pages
         )
-        there = page < num_pages
-        if rows.live is not None:
-            there &= rows.live
-        # Dead rows apart from each other and from all pages: see `tile_rows`.
-        outside = num_pages + jnp.arange(block_rows, dtype=jnp.int32)
-        page = jnp.where(there, page, outside)
         values = [
             jnp.where(is_v > 0, own, turned)
             for own, turned in zip((low, high), rotated, strict=True)

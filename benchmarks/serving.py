@@ -215,7 +215,7 @@ def main(words: Sequence[str] | None = None) -> None:
 
     def add(part: str, **fields: Any) -> None:
         where = {"shape": args.shape, "seats": args.seats, "max_len": args.max_len}
-        where |= {"max_step_rows": _MAX_STEP_ROWS}
+        where["max_step_rows"] = _MAX_STEP_ROWS
         log.add({"benchmark": f"serving_{part}", **where, **fields})
 
     run(args, add)

@@ -131,7 +131,7 @@ def batch(results: Path) -> str:
     ]
     title = (
         "Requests that come at once, start to end, and until all of them have their "
-        "first token"
+        "first token, the middle one of three runs"
     )
     quoted = f"vLLM's: {peers.source(peers.WHOLE_RUNS)}"
     return by_record(title, columns, lines, quoted=quoted)

@@ -10,7 +10,8 @@ clients of an event loop ask for one request after the other and take their piec
   in flight at some moment, so that the window is steady from its first step. Against
   the backbone alone (programs without LoRA) and against one adapter at a time, the
   largest group first. `--whole` answers the trace from its first request to its last.
-- `batch`: 32 requests of 512 and 128 new tokens at once, start to end.
+- `batch`: 32 requests of 512 and 128 new tokens at once, start to end; three times,
+  the middle one counts.
 - `cold`: from asking for an adapter until a step can use it, from disk (its pages
   cached by the system) and from the host's tier, alone and beside requests that decode.
 - `churn`: 1000 adapters on disk, few slots, against the same requests where nothing
@@ -145,8 +146,10 @@ def run(args: argparse.Namespace, add: Callable[..., None]) -> None:
     else:
         warm_up(bench, sizes)
     if "batch" in args.parts:
-        for popularity in _BATCH:
-            add("batch", **cases.batch(popularity, *args.batch, shape=args.shape))
+        with _frozen():
+            for popularity in _BATCH:
+                fields = cases.batch(popularity, *args.batch, shape=args.shape)
+                add("batch", collector="frozen", **fields)
     if not {"cold", "churn"} & set(args.parts):
         return
     with _frozen(), tempfile.TemporaryDirectory(prefix="punica-jax-") as name:

@@ -225,6 +225,7 @@ def test_batch_cold_and_churn(tmp_path, monkeypatch, capsys):
         assert copy[name] > 0
     assert copy["is_locked"]
     for record in of(records, "batch"):
+        assert record["runs"] == 3
         assert record["tokens_per_s"] * record["seconds"] == pytest.approx(2 * 4)
         assert 0 < record["all_first_ms"] <= 1e3 * record["seconds"] + 50
     cold = [(one["tier"], one["beside"], one["loads"]) for one in of(records, "cold")]

@@ -22,6 +22,7 @@ from punica_jax.pallas_kernels._dispatch import shared_bytes
 from punica_jax.pallas_kernels._launch import pallas_call
 from punica_jax.pallas_kernels._norm import NormedRows, row_scales
 from punica_jax.pallas_kernels._page_tiles import (
+    MAX_AT_ONCE,
     AdapterPages,
     dot,
     load,
@@ -34,6 +35,7 @@ from punica_jax.pallas_kernels._segments import Segments
 from punica_jax.pallas_kernels._sgmv import launch_tables
 from punica_jax.pallas_kernels._sgmv_config import (
     MAX_JOINT_MODULES,
+    MAX_ROOMY_ROWS,
     ProjectConfig,
     ShrinkConfig,
     project_config,
@@ -263,9 +265,10 @@ def _shrink_group(
     tables = page_table_ref, num_pages_ref, layer_ref
 
     def pages_of(module):
-        # Two at once: with four all programs would hold so much that not all of 64 rows
-        # find room, 8 us of a layer of 8 adapters.
-        return AdapterPages.of(tables, a_ref, slot, module, most=2)
+        # With four at once the programs of 64 rows would hold so much that not all find
+        # room, 8 us of a layer of 8 adapters.
+        most = MAX_AT_ONCE if x_ref.shape[0] <= MAX_ROOMY_ROWS else 2
+        return AdapterPages.of(tables, a_ref, slot, module, most)
 
     @pl.when(slot >= 0)
     def _():

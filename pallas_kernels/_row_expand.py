@@ -30,13 +30,13 @@ from punica_jax.pallas_kernels._page_tiles import (
     mask_of,
     module_of_block,
 )
+from punica_jax.pallas_kernels._sgmv_config import MAX_ROOMY_ROWS
 
-# Rows of a program where there are many: a layer of 64 rows of 8 adapters takes 1 to 2
-# us less so than with a row a program, of 32 rows of one adapter 0.9, of 32 adapters no
-# less. Gate and up's of 32 rows gain 0.8 us where all have one adapter, and lose 0.5
-# where each has its own.
+# Rows of a program where there are more than `MAX_ROOMY_ROWS`: a layer of 64 rows of 8
+# adapters takes 1 to 2 us less so than with a row a program. Of 32 rows those of one
+# adapter would gain 0.9 us, those of 32 adapters nothing; and each row of a program
+# waits for the greatest rank.
 _BLOCK_ROWS = 4
-_MANY_ROWS, _MANY_GATED_ROWS = 32, 64
 # Columns of one module a program. In place, 32 rows of 32 adapters to 4096 columns take
 # 5.0, 4.0, 4.0 us with 64, 128, 256 of them a program. (Fewer for fewer rows would
 # change the order in which a norm adds its squares.) Gate and up take 9.0 with 128;
@@ -69,7 +69,7 @@ def _expand(
     block_n = min(_BLOCK_N, max(16, pl.next_power_of_2(max(d_outs))))
     blocks = tuple(pl.cdiv(width, block_n) for width in d_outs)
     num_rows = shrunk.segments.num_rows
-    block_rows = _rows_of_program(num_rows, _MANY_ROWS)
+    block_rows = _rows_of_program(num_rows)
     shapes, norms = [jax.ShapeDtypeStruct(y.shape, y.dtype)], ()
     if norm_weight is not None:
         squares = jax.ShapeDtypeStruct((sum(blocks), num_rows), jnp.float32)
@@ -142,7 +142,7 @@ def gated_expand(y: Array, shrunk: Shrunk, *, interpret: bool = False) -> Array:
     """Launch expand with SiLU(gate) * up; see `lora_gated`."""
     rows, width = y.shape[0], y.shape[1] // 2
     block_n = _fitting_block(rows, width)
-    block_rows = _rows_of_program(rows, _MANY_GATED_ROWS)
+    block_rows = _rows_of_program(rows)
     return pallas_call(
         functools.partial(_gated_kernel, block_n=block_n, block_rows=block_rows),
         out_shape=jax.ShapeDtypeStruct((rows, width), y.dtype),
@@ -189,7 +189,7 @@ def rotary_expand(
     # A power of two, and all of one module.
     block_n = _fitting_block(rows, y.shape[1] // 2)
     at_once = math.gcd(heads, kv_heads, max(1, block_n // lanes))
-    block_rows = _rows_of_program(rows, _MANY_ROWS)
+    block_rows = _rows_of_program(rows)
     q = jax.ShapeDtypeStruct((rows, heads, head_dim), y.dtype)
     return pallas_call(
         functools.partial(
@@ -259,8 +259,8 @@ def _rotary_kernel(
         write(kv_ref, at, values, mask_of(low.shape, of_row(there), mask))
 
 
-def _rows_of_program(num_rows: int, many: int) -> int:
-    return _BLOCK_ROWS if num_rows >= many else 1
+def _rows_of_program(num_rows: int) -> int:
+    return _BLOCK_ROWS if num_rows > MAX_ROOMY_ROWS else 1
 
 
 def _params(block_rows: int) -> plgpu.CompilerParams:

@@ -19,6 +19,10 @@ from jax.experimental import pallas as pl
 # and 9.69 by XLA's products (a 7B on one H200); of 128 rows 1.5 ms more than by XLA's.
 MAX_PROJECT_ROWS = 64
 
+# Up to so many rows all programs of a launch find room at once; of more, each loads
+# less ahead.
+MAX_ROOMY_ROWS = 32
+
 # Modules of which one program shrinks a page each, at most.
 MAX_JOINT_MODULES = 4
 
@@ -173,8 +177,8 @@ def project_config(
         block_n, block_k, num_stages = 32, 128, 5
     elif d_out <= 16384:
         block_n, block_k = 64 if shrinks else 32, 128
-        num_stages = 3 if shrinks and tile_rows > 32 else 4
-    elif tile_rows > 32 and d_out <= 24576:
+        num_stages = 3 if shrinks and tile_rows > MAX_ROOMY_ROWS else 4
+    elif tile_rows > MAX_ROOMY_ROWS and d_out <= 24576:
         block_n, block_k, num_stages = 64, 64, 4
     else:
         block_n, block_k, num_stages = 64, 128, 3

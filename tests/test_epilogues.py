@@ -310,13 +310,15 @@ def test_rows_are_bitwise_the_same_in_one_program(form, implementation, monkeypa
     step = few_rows(form, [1, -1, 0, 1, 2, -1, 1], implementation)
     choose, chosen = _row_expand._rows_of_program, []
 
-    def run(many):
-        def rows_of_program(num_rows, _):
-            chosen.append(choose(num_rows, many))
-            return chosen[-1]
+    def rows_of_program(num_rows):
+        chosen.append(choose(num_rows))
+        return chosen[-1]
 
-        monkeypatch.setattr(_row_expand, "_rows_of_program", rows_of_program)
+    def run(most):
+        monkeypatch.setattr(_row_expand, "MAX_ROOMY_ROWS", most)
         return step()
+
+    monkeypatch.setattr(_row_expand, "_rows_of_program", rows_of_program)
 
     jax.tree.map(np.testing.assert_array_equal, run(99), run(1))
     assert chosen == [1, 4]

@@ -103,7 +103,8 @@ def decode(results: Path) -> str:
         "One decode step of a random model, bfloat16, rank 16 on all seven "
         f"projections: medians of device time, milliseconds; the floor is {FLOOR}; "
         "`allowed` adds to the step without adapters their bytes and, by rows, "
-        f"{min(more):g} to {max(more):g} ms"
+        f"{min(more):g} to {max(more):g} ms; each is held against the step without "
+        "adapters of its own run, which need not be the one shown"
     )
     return by_record(title, columns, lines, also=rivals.values())
 
@@ -244,7 +245,7 @@ def around(results: Path) -> str:
 
 
 def _judged(row: Record) -> list[str]:
-    share = f"{100 * row['share']:.1f} %" if "share" in row else ""
+    share = f"{100 * row['share']:.2f} %" if "share" in row else ""
     goal = ""
     if "met" in row:
         goal = f"{row['goal']}: {'met' if row['met'] else 'missed'}"

@@ -112,8 +112,8 @@ def batch(results: Path) -> str:
     def place(row: Record) -> tuple[Any, ...]:
         return *(row[key] for key in keys[:4]), POPULARITIES.index(row["popularity"])
 
-    columns = ["model", "requests", "tokens of each", "rows of a step", "adapters"]
-    columns += ["tokens/s", "vLLM's", "all first tokens, ms", "vLLM's"]
+    columns = ["model", "requests", "tokens of each", "rows of a step", "runs"]
+    columns += ["adapters", "tokens/s", "vLLM's", "all first tokens, ms", "vLLM's"]
     lines = [
         (
             row,
@@ -122,6 +122,7 @@ def batch(results: Path) -> str:
                 row["rows"],
                 f"{row['prompt_len']} + {row['num_new']}",
                 row.get("max_step_rows", _FIRST_STEP_ROWS),
+                row.get("runs", 1),
                 row["popularity"],
                 *_beside(row["tokens_per_s"], row.get("vllm_tokens_per_s"), max),
                 *_beside(row["all_first_ms"], row.get("vllm_all_first_ms"), min),
@@ -131,7 +132,7 @@ def batch(results: Path) -> str:
     ]
     title = (
         "Requests that come at once, start to end, and until all of them have their "
-        "first token, the middle one of three runs"
+        "first token; of several runs the one of the middle time"
     )
     quoted = f"vLLM's: {peers.source(peers.WHOLE_RUNS)}"
     return by_record(title, columns, lines, quoted=quoted)

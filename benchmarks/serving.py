@@ -11,7 +11,7 @@ clients of an event loop ask for one request after the other and take their piec
   the backbone alone (programs without LoRA) and against one adapter at a time, the
   largest group first. `--whole` answers the trace from its first request to its last.
 - `batch`: 32 requests of 512 and 128 new tokens at once, start to end; three times,
-  the middle one counts.
+  the middle one counts, Python's collector kept from what was there before.
 - `cold`: from asking for an adapter until a step can use it, from disk (its pages
   cached by the system) and from the host's tier, alone and beside requests that decode.
 - `churn`: 1000 adapters on disk, few slots, against the same requests where nothing

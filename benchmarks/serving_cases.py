@@ -7,7 +7,6 @@ import asyncio
 import functools
 import itertools
 import math
-import operator
 import queue
 import statistics
 import time
@@ -25,7 +24,7 @@ from benchmarks.serving_adapters import (
     on_disk,
 )
 from benchmarks.serving_goals import vllm
-from benchmarks.serving_model import Answer, Server, Step, summary
+from benchmarks.serving_model import Answer, Server, Step, middle, summary
 from benchmarks.serving_trace import (
     Law,
     Request,
@@ -114,8 +113,9 @@ class Cases:
     ) -> Record:
         """Serve as many requests as there are seats, at once, start to end.
 
-        Several times: the record is of the run that took the middle time, for one alone
-        may wait for the host or for the card's power.
+        Several times, for one run alone may wait for the host or for the card's power:
+        the record is of the one that took the middle time, and says how far the others
+        are from it.
         """
         requests = [
             Request(number=number, prompt_len=prompt_len, num_new=num_new, adapter=name)
@@ -129,15 +129,13 @@ class Cases:
             fields = summary(self.bench, [_mark(start_s), *server.steps])
             first_s = max(answer.first_s for answer in server.answers) - start_s
             runs.append(fields | {"all_first_ms": 1e3 * first_s})
-        runs.sort(key=operator.itemgetter("seconds"))
         name = popularity or "none"
         record = {
             "popularity": name,
             "rows": self._seats,
             "prompt_len": prompt_len,
             "num_new": num_new,
-            "runs": len(runs),
-            **runs[len(runs) // 2],
+            **middle(runs),
         }
         if (prompt_len, num_new) == (512, 128):
             record |= vllm(shape, self._seats, name)

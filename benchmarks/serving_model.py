@@ -8,6 +8,7 @@ import asyncio
 import collections
 import dataclasses
 import itertools
+import operator
 import queue
 import statistics
 import time
@@ -134,6 +135,19 @@ def summary(bench: BenchModel, steps: Sequence[Step]) -> dict[str, Any]:
         "busy": 1 - idle_s / total_s,
         "waiting": waited_s / total_s,
         "host_ms": (total_s - waited_s) / len(times) * 1e3,
+    }
+
+
+def middle(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the run of the middle time, with how many there are, and the extremes."""
+    order = sorted(runs, key=operator.itemgetter("seconds"))
+    firsts = [run["all_first_ms"] for run in runs]
+    return order[len(order) // 2] | {
+        "runs": len(runs),
+        "low_s": order[0]["seconds"],
+        "high_s": order[-1]["seconds"],
+        "low_first_ms": min(firsts),
+        "high_first_ms": max(firsts),
     }
 
 

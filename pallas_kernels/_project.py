@@ -265,9 +265,10 @@ def _shrink_group(
     tables = page_table_ref, num_pages_ref, layer_ref
 
     def pages_of(module):
-        # With four at once the programs of 64 rows would hold so much that not all find
-        # room, 8 us of a layer of 8 adapters.
-        most = MAX_AT_ONCE if x_ref.shape[0] <= MAX_ROOMY_ROWS else 2
+        # Of 64 rows four at once would hold so much that not all programs find room,
+        # 8 us of a layer of 8 adapters.
+        is_roomy = x_ref.shape[0] <= MAX_ROOMY_ROWS
+        most = MAX_AT_ONCE if is_roomy else MAX_AT_ONCE // 2
         return AdapterPages.of(tables, a_ref, slot, module, most)
 
     @pl.when(slot >= 0)

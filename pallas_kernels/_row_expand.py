@@ -30,13 +30,13 @@ from punica_jax.pallas_kernels._page_tiles import (
     mask_of,
     module_of_block,
 )
-from punica_jax.pallas_kernels._sgmv_config import MAX_ROOMY_ROWS
 
-# Rows of a program where there are more than `MAX_ROOMY_ROWS`: a layer of 64 rows of 8
+# Rows of a program where there are more than `_MAX_LONE_ROWS`: a layer of 64 rows of 8
 # adapters takes 1 to 2 us less so than with a row a program. Of 32 rows those of one
-# adapter would gain 0.9 us, those of 32 adapters nothing; and each row of a program
-# waits for the greatest rank.
+# adapter would gain 0.9 us, those of 32 adapters nothing; and a program walks as many
+# pages as the greatest rank of its rows has.
 _BLOCK_ROWS = 4
+_MAX_LONE_ROWS = 32
 # Columns of one module a program. In place, 32 rows of 32 adapters to 4096 columns take
 # 5.0, 4.0, 4.0 us with 64, 128, 256 of them a program. (Fewer for fewer rows would
 # change the order in which a norm adds its squares.) Gate and up take 9.0 with 128;
@@ -260,7 +260,7 @@ def _rotary_kernel(
 
 
 def _rows_of_program(num_rows: int) -> int:
-    return _BLOCK_ROWS if num_rows > MAX_ROOMY_ROWS else 1
+    return _BLOCK_ROWS if num_rows > _MAX_LONE_ROWS else 1
 
 
 def _params(block_rows: int) -> plgpu.CompilerParams:

@@ -19,8 +19,7 @@ from jax.experimental import pallas as pl
 # and 9.69 by XLA's products (a 7B on one H200); of 128 rows 1.5 ms more than by XLA's.
 MAX_PROJECT_ROWS = 64
 
-# Up to so many rows all programs of a launch find room at once; of more, each loads
-# less ahead.
+# Of more rows a product's programs load less ahead, so that all find room at once.
 MAX_ROOMY_ROWS = 32
 
 # Modules of which one program shrinks a page each, at most.

@@ -154,7 +154,7 @@ def serving_records():
             for name, method in (("distinct", "mixed"), ("none", "backbone"))
         ),
         {"benchmark": "batch", "popularity": "distinct", **sent, **steps, **vllm},
-        {"benchmark": "batch", "popularity": "none", **sent, **steps},
+        {"benchmark": "batch", "popularity": "none", **sent, **steps, "runs": 3},
         *(
             {"benchmark": "cold", "tier": tier, "beside": beside, "ms": ms}
             | {"slowest_load_ms": 2 * ms, **(decode if beside else {})}

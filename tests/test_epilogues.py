@@ -12,6 +12,7 @@ import pytest
 from punica_jax.pallas_kernels import (
     RANK_PAGE,
     Norm,
+    _project,
     _row_expand,
     _sgmv,
     lora_gated,
@@ -22,7 +23,6 @@ from punica_jax.pallas_kernels import (
     rms_norm,
     segment_metadata,
 )
-from punica_jax.pallas_kernels._project import project
 from punica_jax.pallas_kernels._sgmv import shrink
 from punica_jax.pallas_kernels._sgmv_config import (
     MAX_PROJECT_ROWS,
@@ -309,13 +309,14 @@ def test_rows_are_bitwise_the_same_in_one_program(form, implementation, monkeypa
     # Two programs, the second not full; of several adapters each, and of none.
     step = few_rows(form, [1, -1, 0, 1, 2, -1, 1], implementation)
     choose, chosen = _row_expand._rows_of_program, []
+    assert [choose(num_rows) for num_rows in (1, 32, 33, 64)] == [1, 1, 4, 4]
 
     def rows_of_program(num_rows):
         chosen.append(choose(num_rows))
         return chosen[-1]
 
     def run(most):
-        monkeypatch.setattr(_row_expand, "MAX_ROOMY_ROWS", most)
+        monkeypatch.setattr(_row_expand, "_MAX_LONE_ROWS", most)
         return step()
 
     monkeypatch.setattr(_row_expand, "_rows_of_program", rows_of_program)
@@ -589,8 +590,15 @@ def test_the_shrink_beside_the_base_is_that_of_its_own_launch(
     x, lora = jnp.asarray(case.x), (case.pool, segments)
     weight = jnp.zeros((case.pool.d_out, d_in), x.dtype)
     interpret = {"interpret": implementation != "pallas_triton"}
-    _, groups = jax.jit(functools.partial(project, **interpret))(x, weight, lora)
+    _, groups = jax.jit(functools.partial(_project.project, **interpret))(
+        x, weight, lora
+    )
     splits = jax.jit(functools.partial(shrink, **interpret))(x, *lora)
+    # Two pages at once, as of more rows.
+    monkeypatch.setattr(_project, "MAX_ROOMY_ROWS", 0)
+    _, halves = jax.jit(functools.partial(_project.project, **interpret))(
+        x, weight, lora
+    )
     # What a launch of many rows does.
     monkeypatch.setattr(_sgmv, "_MANY_ROWS", 1)
     wide = segments_of(case, slots, implementation, block_rows=32)
@@ -600,8 +608,8 @@ def test_the_shrink_beside_the_base_is_that_of_its_own_launch(
     of_groups, of_parts = (functools.reduce(jnp.add, list(v)) for v in (groups, parts))
     size = group_size(len(splits))
     equal = np.testing.assert_array_equal
-    for group, own in enumerate(groups):
-        own_splits = splits[group * size : (group + 1) * size]
+    for number, own in enumerate(groups):
+        own_splits = splits[number * size : (number + 1) * size]
         total = functools.reduce(jnp.add, own_splits, jnp.zeros_like(own))
         for entry, slot in enumerate(np.asarray(segments.slots[0])):
             for module, pages in enumerate(np.asarray(case.pool.num_pages[slot])):
@@ -609,6 +617,7 @@ def test_the_shrink_beside_the_base_is_that_of_its_own_launch(
                 ranks = slice(first, first + pages * RANK_PAGE * (slot >= 0))
                 # To the bit: the order of a sum does not depend on the launch.
                 equal(own[entry, ranks], total[entry, ranks])
+                equal(halves[number, entry, ranks], own[entry, ranks])
                 equal(of_groups[entry, ranks], of_parts[entry, ranks])
 
 
@@ -616,7 +625,11 @@ def test_the_shrink_beside_the_base_is_that_of_its_own_launch(
 @pytest.mark.parametrize(
     "form", [pytest.param("linear", marks=pytest.mark.slow), "gated"]
 )
-def test_rows_of_many_pages_whatever_the_others_could_have(form, implementation):
+def test_rows_of_many_pages_whatever_the_others_could_have(
+    form, implementation, monkeypatch
+):
+    if form == "gated":  # the shrink of more rows: two pages at once
+        monkeypatch.setattr(_project, "MAX_ROOMY_ROWS", 0)
     # Up to seven pages, and then in a table that has room for nine.
     ranks = [[112, 20], [70, 100], [16, 16], [0, 40]]
     slots = np.array([0, 1, 2, 3, -1, 0, 2, 1], np.int32)
@@ -677,7 +690,7 @@ def test_an_expand_adds_splits_and_their_groups_alike(splits, implementation):
 @pytest.mark.parametrize("d_in", [64, 4096, 14336])
 @pytest.mark.parametrize("d_out", [24, 4096, 6144, 12288, 22016, 28672])
 @pytest.mark.parametrize("shrinks", [False, True])
-@pytest.mark.parametrize("tile_rows", [16, MAX_PROJECT_ROWS])
+@pytest.mark.parametrize("tile_rows", [16, 32, MAX_PROJECT_ROWS])
 def test_a_program_fits_its_multiprocessor(tile_rows, shrinks, d_in, d_out, dtype, kib):
     config = project_config(
         *(d_in, d_out, dtype, kib * 1024), tile_rows=tile_rows, shrinks=shrinks

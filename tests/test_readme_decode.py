@@ -38,7 +38,8 @@ def write(results, benchmark, records):
 
 def test_decode(results):
     text = readme_decode.decode(results)
-    assert "by rows, 0.15 to 0.35 ms (NVIDIA H200, JAX 0.0.1, commit abc, 2026" in text
+    assert "by rows, 0.15 to 0.35 ms; each is held" in text
+    assert "the one shown (NVIDIA H200, JAX 0.0.1, commit abc, 2026" in text
     header, _, *rows = rows_of(text)
     assert header[-3:] == ["allowed", "XLA gather", "group and swap"]
     line = ["7B", "32", "512", "distinct (32)", "6.00", "8.00", "1.33", "+14.3 %", ""]
@@ -379,12 +380,12 @@ def test_launches_and_draws_are_judged(results):
     what = "host's launch of a step, 32 layers"  # the newest record
     assert launch == [what, "32", "1250", "", "1 ms: missed", "abc"]
     assert [row[1:] for row in draws] == [
-        ["32", "196", "2.8 %", "3 %: met", "def"],
-        ["32", "300", "4.3 %", "3 %: missed", "def"],
-        ["32", "70", "1.0 %", "", "def"],
-        ["1", "196", "3.9 %", "", "def"],
-        ["1", "300", "5.9 %", "", "def"],
-        ["1", "70", "1.4 %", "", "def"],
+        ["32", "196", "2.80 %", "3 %: met", "def"],
+        ["32", "300", "4.29 %", "3 %: missed", "def"],
+        ["32", "70", "1.00 %", "", "def"],
+        ["1", "196", "3.87 %", "", "def"],
+        ["1", "300", "5.93 %", "", "def"],
+        ["1", "70", "1.38 %", "", "def"],
         # There is no step of five rows.
         *(["5", us, "", "", "def"] for us in ("196", "300", "70")),
     ]

@@ -44,9 +44,10 @@ def test_trace(results):
 def test_batch_is_beside_what_is_quoted(results):
     text = readme_serving.batch(results)
     assert f"{ABOUT}; vLLM's: {peers.source(peers.WHOLE_RUNS)}):" in text
+    sent = "| 7B | 32 | 512 + 128 | 2048"
     assert lines_of(text)[1:] == [
-        "| 7B | 32 | 512 + 128 | 2048 | none | **3200** |  | **421** |  |",
-        "| 7B | 32 | 512 + 128 | 2048 | distinct | **3200** | 1342 | **421** | 572 |",
+        f"{sent} | 3 | none | **3200** |  | **421** |  |",
+        f"{sent} | 1 | distinct | **3200** | 1342 | **421** | 572 |",
     ]
     slower = [
         record | {"tokens_per_s": 1341.0, "all_first_ms": 573.0}

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from benchmarks import provenance, serving, serving_trace
+from benchmarks import provenance, serving, serving_model, serving_trace
 from benchmarks.decode import SHAPES
 from benchmarks.serving_adapters import AllThere, LargestGroup, OneAtATime
 from benchmarks.serving_cases import _decode_during
@@ -215,6 +215,15 @@ def of(records, part):
     return [one for one in records if one["benchmark"] == f"serving_{part}"]
 
 
+def test_the_run_of_the_middle_time_counts():
+    times = ((3.0, 40.0), (1.0, 60.0), (2.0, 50.0))
+    runs = [{"seconds": s, "all_first_ms": ms, "busy": s} for s, ms in times]
+    assert serving_model.middle(runs) == {
+        **{"seconds": 2.0, "all_first_ms": 50.0, "busy": 2.0, "runs": 3},
+        **{"low_s": 1.0, "high_s": 3.0, "low_first_ms": 40.0, "high_first_ms": 60.0},
+    }
+
+
 @pytest.mark.slow
 def test_batch_cold_and_churn(tmp_path, monkeypatch, capsys):
     words = "--parts batch cold churn --batch 8 4 --loads 3 --adapters 18 --slots 2"
@@ -226,6 +235,9 @@ def test_batch_cold_and_churn(tmp_path, monkeypatch, capsys):
     assert copy["is_locked"]
     for record in of(records, "batch"):
         assert record["runs"] == 3
+        assert record["low_s"] <= record["seconds"] <= record["high_s"]
+        assert record["low_first_ms"] <= record["all_first_ms"]
+        assert record["all_first_ms"] <= record["high_first_ms"]
         assert record["tokens_per_s"] * record["seconds"] == pytest.approx(2 * 4)
         assert 0 < record["all_first_ms"] <= 1e3 * record["seconds"] + 50
     cold = [(one["tier"], one["beside"], one["loads"]) for one in of(records, "cold")]

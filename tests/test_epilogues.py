@@ -589,20 +589,20 @@ def test_the_shrink_beside_the_base_is_that_of_its_own_launch(
     segments = segments_of(case, slots, implementation)
     x, lora = jnp.asarray(case.x), (case.pool, segments)
     weight = jnp.zeros((case.pool.d_out, d_in), x.dtype)
-    interpret = {"interpret": implementation != "pallas_triton"}
-    _, groups = jax.jit(functools.partial(_project.project, **interpret))(
-        x, weight, lora
-    )
-    splits = jax.jit(functools.partial(shrink, **interpret))(x, *lora)
+    interpret = implementation != "pallas_triton"
+
+    def run(launch, *operands):
+        return jax.jit(functools.partial(launch, interpret=interpret))(*operands)
+
+    _, groups = run(_project.project, x, weight, lora)
+    splits = run(shrink, x, *lora)
     # Two pages at once, as of more rows.
     monkeypatch.setattr(_project, "MAX_ROOMY_ROWS", 0)
-    _, halves = jax.jit(functools.partial(_project.project, **interpret))(
-        x, weight, lora
-    )
+    _, halves = run(_project.project, x, weight, lora)
     # What a launch of many rows does.
     monkeypatch.setattr(_sgmv, "_MANY_ROWS", 1)
     wide = segments_of(case, slots, implementation, block_rows=32)
-    parts = jax.jit(functools.partial(shrink, **interpret))(x, case.pool, wide)
+    parts = run(shrink, x, case.pool, wide)
     assert len(parts) == (len(groups) if num_modules == 1 else 1)
     # `jnp.sum` would have an order of its own.
     of_groups, of_parts = (functools.reduce(jnp.add, list(v)) for v in (groups, parts))
@@ -623,13 +623,16 @@ def test_the_shrink_beside_the_base_is_that_of_its_own_launch(
 
 @pytest.mark.parametrize("implementation", ["pallas_interpret", GPU])
 @pytest.mark.parametrize(
-    "form", [pytest.param("linear", marks=pytest.mark.slow), "gated"]
+    (
+        "form",
+        "max_roomy_rows",
+    ),  # with none the shrink takes two pages at once, not four
+    [pytest.param("linear", 32, marks=pytest.mark.slow), ("gated", 0)],
 )
 def test_rows_of_many_pages_whatever_the_others_could_have(
-    form, implementation, monkeypatch
+    form, max_roomy_rows, implementation, monkeypatch
 ):
-    if form == "gated":  # the shrink of more rows: two pages at once
-        monkeypatch.setattr(_project, "MAX_ROOMY_ROWS", 0)
+    monkeypatch.setattr(_project, "MAX_ROOMY_ROWS", max_roomy_rows)
     # Up to seven pages, and then in a table that has room for nine.
     ranks = [[112, 20], [70, 100], [16, 16], [0, 40]]
     slots = np.array([0, 1, 2, 3, -1, 0, 2, 1], np.int32)

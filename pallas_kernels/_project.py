@@ -8,7 +8,6 @@ nothing of models.
 
 import dataclasses
 import functools
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -27,20 +26,19 @@ from punica_jax.pallas_kernels._page_tiles import (
     dot,
     load,
     mask_of,
-    shrink_splits,
     tile_rows,
 )
 from punica_jax.pallas_kernels._pool import RANK_PAGE, LoraPool
 from punica_jax.pallas_kernels._segments import Segments
 from punica_jax.pallas_kernels._sgmv import launch_tables
 from punica_jax.pallas_kernels._sgmv_config import (
-    MAX_JOINT_MODULES,
     MAX_ROOMY_ROWS,
     ProjectConfig,
     ShrinkConfig,
     project_config,
     shrink_config,
 )
+from punica_jax.pallas_kernels._shrink_tile import shrink_modules
 
 # Begins to load what rows `i32[n]`, of which some are live, are multiplied by, and
 # returns what waits for it: `f32[n, 1]`, or 1.
@@ -132,7 +130,7 @@ class _Shrinks:
         return cls(
             num_tiles=segments.num_tiles,
             block_rows=segments.block_rows,
-            config=shrink_config(pool.d_in, pool.dtype, pool.page_table.shape[1]),
+            config=shrink_config(pool.d_in, pool.dtype),
         )
 
     @property
@@ -277,51 +275,24 @@ def _shrink_group(
             rows_ref, tile_first_ref, tile_end_ref, 0, tile, block_rows
         )
         scale = scales(row, live)
-        # Of a single page two blocks a turn, so that more of it is on its way; of
-        # several modules that much is on its way with one.
-        in_pairs = 2 if config.steps % 2 == 0 else 1
 
-        def multiply(modules, at_once=1):
-            totals = shrink_splits(
-                x_ref,
-                a_ref,
-                (row, live),
-                modules,
-                config,
-                part=group,
-                part_size=config.group_size,
-                at_once=at_once,
-            )
-            for (module, lanes), total in zip(modules, totals, strict=True):
-                column = lanes.columns(module * max_rank, v_ref.shape[2])[None, :]
-                mask = mask_of(total.shape, live[:, None], lanes.used_columns)
-                total *= scale()
-                plgpu.store(v_ref.at[group, entry[:, None], column], total, mask=mask)
+        def store(module, lanes, total):
+            column = lanes.columns(module * max_rank, v_ref.shape[2])[None, :]
+            mask = mask_of(total.shape, live[:, None], lanes.used_columns)
+            total *= scale()
+            plgpu.store(v_ref.at[group, entry[:, None], column], total, mask=mask)
 
-        def multiply_one(module, _):
-            pages = pages_of(module)
-
-            @pl.when(pages.count == 1)
-            def _():
-                multiply([(module, pages.single())], in_pairs)
-
-            if pages.max_count > 1:
-
-                @pl.when(pages.count > 1)
-                def _():
-                    pages.fold(lambda lanes, _: multiply([(module, lanes)]), None)
-
-        if num_modules == 1:
-            multiply_one(0, None)
-            return
-        if num_modules > MAX_JOINT_MODULES:
-            lax.fori_loop(0, num_modules, multiply_one, None)
-            return
-        modules = [(module, pages_of(module)) for module in range(num_modules)]
-        alike = functools.reduce(
-            operator.and_, [pages.count == 1 for _, pages in modules]
+        shrink_modules(
+            x_ref,
+            a_ref,
+            (row, live),
+            range(num_modules),
+            pages_of,
+            store,
+            config,
+            part=group,
+            part_size=config.group_size,
+            # Of a single page two blocks a turn, so that more of it is on its way; of
+            # several modules that much is on its way with one.
+            at_once=2 if config.steps % 2 == 0 else 1,
         )
-        pl.when(alike)(
-            lambda: multiply([(module, pages.single()) for module, pages in modules])
-        )
-        pl.when(~alike)(lambda: lax.fori_loop(0, num_modules, multiply_one, None))

@@ -18,11 +18,10 @@ from punica_jax.pallas_kernels._launch import pallas_call
 from punica_jax.pallas_kernels._page_tiles import (
     AdapterPages,
     PageLanes,
-    dot,
     load,
     mask_of,
     module_of_block,
-    shrink_splits,
+    page_product,
     tile_rows,
 )
 from punica_jax.pallas_kernels._pool import RANK_PAGE, LoraPool
@@ -30,10 +29,10 @@ from punica_jax.pallas_kernels._segments import Segments
 from punica_jax.pallas_kernels._sgmv_config import (
     ExpandConfig,
     ShrinkConfig,
-    add_splits,
     expand_config,
     shrink_config,
 )
+from punica_jax.pallas_kernels._shrink_tile import shrink_modules
 
 # From so many rows on a program of the shrink takes a group of splits, and of several
 # modules all of them. 4096 to 4096 columns at rank 16 take 24.0 us so for 2048 rows,
@@ -42,6 +41,10 @@ from punica_jax.pallas_kernels._sgmv_config import (
 # of 2048 rows of 4 adapters they take 47 and 64 us, not 52 and 72; one module's expand
 # has so few blocks that it saves nothing.
 _MANY_ROWS = 1024
+# From so many on it takes all splits of all modules, for x is more than the L2 holds:
+# of 8192 rows of 16 adapters q, k, v's shrink takes 35 us so, not 56, gate and up's 26,
+# not 40; of one module down's takes 52, not 57, and each expand 8 us less.
+_MOST_ROWS = 4096
 
 
 def launch_tables(pool: LoraPool, segments: Segments) -> tuple[Array, ...]:
@@ -69,13 +72,14 @@ def shrink(
       `f32[n, passes * rows, C * max_rank]`, the sums of `n` splits, of groups of them,
       or of all. What an entry does not use is not written.
     """
-    max_pages = pool.page_table.shape[1]
-    config = config or shrink_config(pool.d_in, pool.dtype, max_pages)
+    config = config or shrink_config(pool.d_in, pool.dtype)
     entries = segments.num_passes * segments.num_rows
     # What many rows' tiles give, each block of an expand reads: the fewer the better.
     part_size = 1
+    joint = segments.num_rows >= _MOST_ROWS
     if segments.num_rows >= _MANY_ROWS:
-        part_size = config.splits if pool.num_modules > 1 else config.group_size
+        whole = joint or pool.num_modules > 1
+        part_size = config.splits if whole else config.group_size
     num_parts = pl.cdiv(config.splits, part_size)
     shape = (num_parts, entries, pool.num_modules * pool.max_rank)
     return pallas_call(
@@ -83,13 +87,14 @@ def shrink(
             _shrink_kernel,
             num_tiles=segments.num_tiles,
             block_rows=segments.block_rows,
+            joint=joint,
             part_size=part_size,
             config=config,
         ),
         out_shape=jax.ShapeDtypeStruct(shape, jnp.float32),
         grid=(
             segments.num_passes * segments.num_tiles,
-            pool.num_modules,
+            1 if joint else pool.num_modules,
             num_parts,
         ),
         compiler_params=plgpu.CompilerParams(
@@ -118,17 +123,18 @@ def _shrink_kernel(
     *,
     num_tiles: int,
     block_rows: int,
+    joint: bool,  # a program shrinks all modules
     part_size: int,
     config: ShrinkConfig,
 ):
     number, tile = 0, pl.program_id(0)
     if rows_ref.shape[0] > 1:
         number, tile = lax.div(tile, num_tiles), lax.rem(tile, num_tiles)
-    module, part = pl.program_id(1), pl.program_id(2)
+    part = pl.program_id(2)
+    modules = range(num_pages_ref.shape[1]) if joint else [pl.program_id(1)]
     max_rank = page_table_ref.shape[1] * RANK_PAGE
     slot = tile_slot_ref[number, tile]
     tables = page_table_ref, num_pages_ref, layer_ref
-    pages = AdapterPages.of(tables, a_ref, slot, module)
 
     @pl.when(slot >= 0)
     def _():
@@ -136,24 +142,23 @@ def _shrink_kernel(
             rows_ref, tile_first_ref, tile_end_ref, number, tile, block_rows
         )
 
-        def multiply(lanes: PageLanes, _=None):
-            [total] = shrink_splits(
-                x_ref,
-                a_ref,
-                (row, live),
-                [(module, lanes)],
-                config,
-                part=part,
-                part_size=part_size,
-            )
+        def store(module, lanes: PageLanes, total: Array) -> None:
             entry_row = number * rows_ref.shape[1] + entry[:, None]
             column = lanes.columns(module * max_rank, v_ref.shape[2])[None, :]
             mask = mask_of(total.shape, live[:, None], lanes.used_columns)
             plgpu.store(v_ref.at[part, entry_row, column], total, mask=mask)
 
-        pl.when(pages.count == 1)(lambda: multiply(pages.single()))
-        if pages.max_count > 1:
-            pl.when(pages.count > 1)(lambda: pages.fold(multiply, None))
+        shrink_modules(
+            x_ref,
+            a_ref,
+            (row, live),
+            modules,
+            functools.partial(AdapterPages.of, tables, a_ref, slot),
+            store,
+            config,
+            part=part,
+            part_size=part_size,
+        )
 
 
 def expand(
@@ -238,7 +243,11 @@ def _expand_kernel(
     slot = tile_slot_ref[number, tile]
     module, start, width, first = module_of_block(block, d_outs, d_out_offsets, blocks)
     tables = page_table_ref, num_pages_ref, layer_ref
-    pages = AdapterPages.of(tables, b_ref, slot, module)
+    pages = AdapterPages.of(tables, b_ref, slot, module, most=1)
+    # Before what waits for the slot: neither lookup waits for the other.
+    entry, live, row = tile_rows(
+        rows_ref, tile_first_ref, tile_end_ref, number, tile, block_rows
+    )
     # An idle tile has work only where every row gets a residual.
     busy = slot >= 0
     if "residual" in options:
@@ -246,9 +255,6 @@ def _expand_kernel(
 
     @pl.when(busy)
     def _():
-        entry, live, row = tile_rows(
-            rows_ref, tile_first_ref, tile_end_ref, number, tile, block_rows
-        )
         within = first * config.block_n + jnp.arange(config.block_n, dtype=jnp.int32)
         whole = all(size % config.block_n == 0 for size in d_outs)
         inside = None if whole else (within < width)[None, :]
@@ -271,26 +277,30 @@ def _expand_kernel(
             inside=inside,
         )
 
-        def write(delta: Callable[[], Array | float]):
-            # y is loaded ahead of the product, so that the loads overlap.
-            y = load(y_in_ref.at[at], mask).astype(jnp.float32)
-            out = y + delta()
-            out = _apply_options(out, options, slot, column, within < width, at, mask)
+        def write(begin: Callable[[], Callable[[], Array | float]]):
+            delta = begin()
+            y = load(y_in_ref.at[at], mask)
+            residual = None
+            if "residual" in options:
+                residual = load(options["residual"].at[at], mask)
+            out = y.astype(jnp.float32) + delta()
+            out = _apply_options(out, options, slot, column, within < width, residual)
             plgpu.store(y_ref.at[at], out.astype(y_ref.dtype), mask=mask)
 
         def sum_of_products():
             zero = jnp.zeros((block_rows, column.size), jnp.float32)
-            return pages.fold(lambda lanes, sum_: sum_ + product(lanes), zero)
+            sum_ = pages.fold(lambda lanes, sum_: sum_ + product(lanes)(), zero)
+            return lambda: sum_
 
         pl.when(pages.count == 1)(lambda: write(lambda: product(pages.single())))
         if pages.max_count > 1:
             pl.when(pages.count > 1)(lambda: write(sum_of_products))
         if options.keys() - {"weights"}:
-            pl.when(pages.count == 0)(lambda: write(lambda: 0.0))
+            pl.when(pages.count == 0)(lambda: write(lambda: lambda: 0.0))
 
 
 def _apply_options(
-    out: Array, options: dict[str, Any], slot: Array, column: Array, inside, at, mask
+    out: Array, options: dict[str, Any], slot: Array, column: Array, inside, residual
 ) -> Array:
     """Scale, bias and residual of a tile of y; idle tiles get the residual alone."""
     for name in ("scale", "bias"):
@@ -299,50 +309,6 @@ def _apply_options(
             vector = vector.astype(jnp.float32)[None, :]
             changed = out * vector if name == "scale" else out + vector
             out = jnp.where(slot >= 0, changed, out)
-    if "residual" in options:
-        out = out + load(options["residual"].at[at], mask).astype(jnp.float32)
+    if residual is not None:
+        out = out + residual.astype(jnp.float32)
     return out
-
-
-def page_product(
-    lanes: PageLanes,
-    *,
-    v_ref: Any,  # f32[splits, passes * rows, C * max_rank]
-    b_ref: Any,  # [layers * pages, 16, d_out]
-    entry: Array,  # i32[block_rows], of v
-    live: Array,  # bool[block_rows]
-    weight: Array | None,  # f32[block_rows]
-    first_rank: Array | int,  # the module's first rank in v
-    column: Array,  # i32[block_n], of B
-    inside: Array | None,  # bool[1, block_n]
-) -> Array:
-    """Return `f32[block_rows, block_n]`: a tile's v times B of some pages."""
-    b = load(
-        b_ref.at[lanes.page, lanes.lane, column[None, :]],
-        mask_of((lanes.size, column.size), lanes.used_rows, inside),
-    )
-    v = _sum_splits(
-        v_ref,
-        entry,
-        lanes.columns(first_rank, v_ref.shape[2]),
-        mask_of((entry.size, lanes.size), live[:, None], lanes.used_columns),
-    )
-    if weight is not None:
-        v = v * weight[:, None]
-    return dot(v.astype(b.dtype), b)
-
-
-def _sum_splits(v_ref, entry: Array, column: Array, mask: Array | None) -> Array:
-    """Return `v[:, entry, column]` summed over the splits, or groups of them, in order.
-
-    The reduction, over an axis of one, keeps Triton from changing the layout of every
-    load for the product that follows. (Of 32 splits that once made 80 barriers instead
-    of 15, and 16.8 us instead of 10.2.)
-    """
-
-    def load_split(split: int) -> Array:
-        at = v_ref.at[split, entry[None, :, None], column[None, None, :]]
-        return load(at, None if mask is None else mask[None])
-
-    total = add_splits([load_split(split) for split in range(v_ref.shape[0])])
-    return total.sum(axis=0)

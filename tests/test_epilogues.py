@@ -604,6 +604,9 @@ def test_the_shrink_beside_the_base_is_that_of_its_own_launch(
     wide = segments_of(case, slots, implementation, block_rows=32)
     parts = run(shrink, x, case.pool, wide)
     assert len(parts) == (len(groups) if num_modules == 1 else 1)
+    # And one of so many that its programs take all modules.
+    monkeypatch.setattr(_sgmv, "_MOST_ROWS", 1)
+    [whole] = run(shrink, x, case.pool, wide)
     # `jnp.sum` would have an order of its own.
     of_groups, of_parts = (functools.reduce(jnp.add, list(v)) for v in (groups, parts))
     size = group_size(len(splits))
@@ -619,6 +622,7 @@ def test_the_shrink_beside_the_base_is_that_of_its_own_launch(
                 equal(own[entry, ranks], total[entry, ranks])
                 equal(halves[number, entry, ranks], own[entry, ranks])
                 equal(of_groups[entry, ranks], of_parts[entry, ranks])
+                equal(whole[entry, ranks], of_parts[entry, ranks])
 
 
 @pytest.mark.parametrize("implementation", ["pallas_interpret", GPU])
@@ -699,7 +703,7 @@ def test_a_program_fits_its_multiprocessor(tile_rows, shrinks, d_in, d_out, dtyp
         *(d_in, d_out, dtype, kib * 1024), tile_rows=tile_rows, shrinks=shrinks
     )
     product = config.block_k * (config.block_n + tile_rows)
-    shrink = shrink_config(d_in, dtype, 4).block_d * (16 + 64)
+    shrink = shrink_config(d_in, dtype).block_d * (16 + 64)
     values = product if dtype == "float32" else max(product, shrink)
     needed = config.num_stages * values * jnp.dtype(dtype).itemsize
     assert needed <= kib * 1024 and config.num_stages >= 2

@@ -111,6 +111,10 @@ class AdapterTile:
         def load_rows():
             return [self.load(y_ref, column, inside) for column in columns]
 
+        if pages is None:
+            ys = load_rows()
+            return lambda: [y.astype(jnp.float32) for y in ys]
+
         def add(ys, products):
             pairs = zip(ys, products, strict=True)
             return [y.astype(jnp.float32) + product() for y, product in pairs]
@@ -131,9 +135,6 @@ class AdapterTile:
                 for column in columns
             ]
 
-        if pages is None:
-            ys = load_rows()
-            return lambda: [y.astype(jnp.float32) for y in ys]
         if single:
             ys, products = load_rows(), begin(pages.single())
             return lambda: add(ys, products)

@@ -40,7 +40,7 @@ WAIT_S = 60.0
 
 
 _PROGRAMS = (
-    *("_step", "_overlapped_step", "_write_seat"),
+    *("_steps_by", "_write_seat"),
     *("_draw", "_logprobs", "_prompt_logprobs"),
 )
 

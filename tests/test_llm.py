@@ -429,7 +429,7 @@ def test_nothing_is_compiled_twice(checkpoint, compiles):
         use("d", "c")
     assert compiles.count == 0
     steps = [name for name in llm.programs if name.startswith(("decode", "prefill"))]
-    assert llm._runner._step._cache_size() == len(steps)
+    assert llm._runner._steps_by[False, False]._cache_size() == len(steps)
 
 
 @pytest.mark.slow  # an `Engine` made so is tested by default

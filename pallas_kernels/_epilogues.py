@@ -46,7 +46,7 @@ def lora_linear(
     """Apply a linear layer with every row's own adapter.
 
     *Semantics*: `lora(y, x, pool, segments)` with `y = x W^T + bias + residual`, which
-    is rounded once (where XLA multiplies, possibly before the residual, too).
+    is rounded once (of many rows, and in the XLA form, before the residual, too).
     Differentiable wherever `lora` is.
 
     Args:
@@ -258,6 +258,13 @@ def _linear(form, implementation, x, weight, lora, bias, residual):
     if implementation == "xla":
         return _plain(form, implementation, *operands)
     interpret = {"interpret": implementation != "pallas_triton"}
+    if form == "plain" and lora is not None and not _are_few(x, weight):
+        # Many rows' residual is added by the expand, and so rounded once: in the base
+        # product it would be rounded there and by the expand.
+        _, y, shrunk = _project_rows(implementation, x, weight, lora, bias, None)
+        if shrunk is None:
+            return y if residual is None else y + residual
+        return _fused.expand(y, shrunk, residual, **interpret)
     if form == "gated" and lora is None and _are_few(x, weight):
         options = {"bias": bias, "residual": residual} | interpret
         return _one_launch.gated(x, weight, **options)

@@ -87,10 +87,12 @@ class Shrunk:
         return self.v, self.pool.b, *tables, *weights
 
 
-def expand(y: Array, shrunk: Shrunk, *, interpret: bool = False) -> Array:
+def expand(
+    y: Array, shrunk: Shrunk, residual: Array | None = None, *, interpret: bool = False
+) -> Array:
     """Launch expand alone; see `_sgmv.expand`."""
     v, pool, segments = shrunk.v, shrunk.pool, shrunk.segments
-    return _sgmv.expand(y, v, pool, segments, interpret=interpret)
+    return _sgmv.expand(y, v, pool, segments, residual=residual, interpret=interpret)
 
 
 def gated_expand(

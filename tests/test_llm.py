@@ -414,6 +414,7 @@ def test_nothing_is_compiled_twice(checkpoint, compiles):
     sizes = {"max_seats": 4, "num_slots": 5, "page_size": 16}
     llm = pj.LLM(checkpoint / "model", adapters, **sizes, progress=False)
     warm = pj.SamplingParams(max_new_tokens=5, temperature=0.7, seed=3)
+    scored = pj.SamplingParams(max_new_tokens=1, prompt_logprobs=1)
 
     def use(first, second):
         llm.load_adapter("new", checkpoint / first)
@@ -422,6 +423,8 @@ def test_nothing_is_compiled_twice(checkpoint, compiles):
         llm.generate(["x", "hello, hello"], ["b", "new"], GREEDY)
         llm.unload_adapter("new")
         llm.generate(["hi", "you"], [None, None], warm)
+        for prompts in (["hi"], ["hi", "a prompt that is longer"]):
+            llm.generate(prompts, None, scored)
         llm.generate(PROMPTS[::-1], ADAPTERS, GREEDY)
 
     use("a", "b")
@@ -430,6 +433,8 @@ def test_nothing_is_compiled_twice(checkpoint, compiles):
     assert compiles.count == 0
     steps = [name for name in llm.programs if name.startswith(("decode", "prefill"))]
     assert llm._runner._steps_by[False, False]._cache_size() == len(steps)
+    # Of whatever step the rows are.
+    assert llm._runner._prompt_logprobs._cache_size() == 1
 
 
 @pytest.mark.slow  # an `Engine` made so is tested by default

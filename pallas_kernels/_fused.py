@@ -18,10 +18,7 @@ from jax.experimental.pallas import triton as plgpu
 from punica_jax.pallas_kernels import _sgmv
 from punica_jax.pallas_kernels._adapter_tile import AdapterTile
 from punica_jax.pallas_kernels._launch import pallas_call
-from punica_jax.pallas_kernels._page_tiles import (
-    kv_places,
-    mask_of,
-)
+from punica_jax.pallas_kernels._page_tiles import kv_places, mask_of
 from punica_jax.pallas_kernels._pool import LoraPool
 from punica_jax.pallas_kernels._segments import Segments
 

@@ -1,6 +1,6 @@
 """What the LoRA kernels' bodies share: rows, columns, an adapter's pages, KV places.
 
-Runs inside kernels only. Knows refs; nothing of launches or of what is computed.
+Runs inside kernels only. Knows refs; nothing of launches.
 """
 
 import dataclasses
@@ -60,10 +60,10 @@ class AdapterPages:
     """The pages that one module of the adapter in `slot` has.
 
     `most` of them at once, for then their loads overlap: by tiles, a row of rank 64
-    takes 7.8 us on one H200, with the shrink's pages one by one 10.4. An expand takes
-    one at a time, for what it holds of more leaves room for fewer programs: of 128 rows
-    of 16 adapters of rank 64 it takes 6.2 us, not 6.0, but of 8192 of rank 16 47, not
-    58.
+    took 7.8 us on one H200 with four, 10.4 with the shrink's one by one, 15.0 with the
+    expand's, whose loads waited for one another then. Now it takes one at a time, for
+    what it holds of more leaves room for fewer programs: of 128 rows of 16 adapters of
+    rank 64 6.2 us, not 6.0, but of 8192 of rank 16 47, not 58.
     """
 
     page_table_ref: Any  # i32[slots, max_pages]

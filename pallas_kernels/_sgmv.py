@@ -6,7 +6,6 @@ pools and segments as arrays; nothing of models, names or gradients.
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -43,8 +42,9 @@ from punica_jax.pallas_kernels._shrink_tile import shrink_modules
 _MANY_ROWS = 1024
 # From so many on it takes all splits of all modules, for x is more than the L2 holds:
 # of 8192 rows of 16 adapters q, k, v's shrink takes 35 us so, not 56, gate and up's 26,
-# not 40; of one module down's takes 52, not 57, and each expand 8 us less.
-_MOST_ROWS = 4096
+# not 40; of one module down's takes 52, not 57, and each expand 8 us less. Of 2048 rows
+# down's takes 34 us so, not 15.
+_JOINT_ROWS = 8192
 
 
 def launch_tables(pool: LoraPool, segments: Segments) -> tuple[Array, ...]:
@@ -76,7 +76,7 @@ def shrink(
     entries = segments.num_passes * segments.num_rows
     # What many rows' tiles give, each block of an expand reads: the fewer the better.
     part_size = 1
-    joint = segments.num_rows >= _MOST_ROWS
+    joint = segments.num_rows >= _JOINT_ROWS
     if segments.num_rows >= _MANY_ROWS:
         whole = joint or pool.num_modules > 1
         part_size = config.splits if whole else config.group_size
@@ -277,16 +277,21 @@ def _expand_kernel(
             inside=inside,
         )
 
+        def load_option(name: str) -> Array:
+            if name == "residual":
+                return load(options[name].at[at], mask)
+            return load(options[name].at[jnp.maximum(slot, 0), column], within < width)
+
         def write(begin: Callable[[], Callable[[], Array | float]]):
             delta = begin()
             y = load(y_in_ref.at[at], mask)
-            residual = None
-            if "residual" in options:
-                residual = load(options["residual"].at[at], mask)
+            loaded = {name: load_option(name) for name in options if name != "weights"}
             out = y.astype(jnp.float32) + delta()
-            out = _apply_options(out, options, slot, column, within < width, residual)
+            out = _apply_options(out, loaded, slot)
             plgpu.store(y_ref.at[at], out.astype(y_ref.dtype), mask=mask)
 
+        # Before the rows: with these in registers, or with more pages at once, fewer
+        # programs of single pages find room (50 registers each; 72, and 92).
         def sum_of_products():
             zero = jnp.zeros((block_rows, column.size), jnp.float32)
             sum_ = pages.fold(lambda lanes, sum_: sum_ + product(lanes)(), zero)
@@ -299,16 +304,13 @@ def _expand_kernel(
             pl.when(pages.count == 0)(lambda: write(lambda: lambda: 0.0))
 
 
-def _apply_options(
-    out: Array, options: dict[str, Any], slot: Array, column: Array, inside, residual
-) -> Array:
+def _apply_options(out: Array, loaded: dict[str, Array], slot: Array) -> Array:
     """Scale, bias and residual of a tile of y; idle tiles get the residual alone."""
     for name in ("scale", "bias"):
-        if name in options:
-            vector = load(options[name].at[jnp.maximum(slot, 0), column], inside)
-            vector = vector.astype(jnp.float32)[None, :]
+        if name in loaded:
+            vector = loaded[name].astype(jnp.float32)[None, :]
             changed = out * vector if name == "scale" else out + vector
             out = jnp.where(slot >= 0, changed, out)
-    if residual is not None:
-        out = out + residual.astype(jnp.float32)
+    if "residual" in loaded:
+        out = out + loaded["residual"].astype(jnp.float32)
     return out

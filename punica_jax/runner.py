@@ -36,10 +36,10 @@ from punica_jax.seats import (
 from punica_jax.step import run_step
 
 _GPU_SCHEDULING = "xla_gpu_command_buffer_scheduling_mode"
-# cuBLAS adds the residual in its product; XLA's Triton products, which its autotuning
-# mixes with them, leave that to a launch of its own. Of 8192 rows without adapters a
-# 7B's layer takes 5.09 so, not 5.20 ms; of 128 rows of 12 adapters 443, not 450 us (one
-# H200).
+# Of many rows, which XLA multiplies: a 7B's layer takes 443 us so for 128 rows of 12
+# adapters, and 450 where its autotuning may mix Triton's products with cuBLAS's (one
+# H200); of 8192 without adapters 5.09 ms, not 5.20, for cuBLAS adds the residual in its
+# product; with 16 adapters as long either way.
 _CUBLAS_ALONE = {"xla_gpu_enable_triton_gemm": False}
 
 # Programs compiled at a time: each takes some host memory.
@@ -158,7 +158,7 @@ class Runner:
             donate_argnums=(1, 2),
             static_argnums=5,
         )
-        # By whether launches run beside each other, and whether XLA multiplies.
+        # By whether launches run beside each other, and whether the rows are many.
         kinds = itertools.product((False, True), repeat=2)
         self._steps_by = dict.fromkeys(kinds, make_step())
         if on_gpu:

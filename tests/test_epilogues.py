@@ -41,6 +41,7 @@ HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE = 4, 2, 24, 16
 RANKS = [[16, 16], [8, 40], [0, 16], [16, 0], [5, 3]]
 ROWS = 21
 MANY = 40  # too many for programs of one row
+TILED = MAX_PROJECT_ROWS + 6  # too many for programs of a few rows
 
 
 def gated_case(dtype, max_rank=None, rows=ROWS):
@@ -170,7 +171,9 @@ ON_GPU = [
         *ON_GPU,
     ],
 )
-@pytest.mark.parametrize("rows", [ROWS, pytest.param(MANY, marks=pytest.mark.grid)])
+@pytest.mark.parametrize(
+    "rows", [ROWS, pytest.param(MANY, marks=pytest.mark.grid), TILED]
+)
 class TestAgainstTheStepsOneByOne:
     def test_gated(self, rows, dtype, implementation):
         case = gated_case(dtype, rows=rows)
@@ -605,7 +608,7 @@ def test_the_shrink_beside_the_base_is_that_of_its_own_launch(
     parts = run(shrink, x, case.pool, wide)
     assert len(parts) == (len(groups) if num_modules == 1 else 1)
     # And one of so many that its programs take all modules.
-    monkeypatch.setattr(_sgmv, "_MOST_ROWS", 1)
+    monkeypatch.setattr(_sgmv, "_JOINT_ROWS", 1)
     [whole] = run(shrink, x, case.pool, wide)
     # `jnp.sum` would have an order of its own.
     of_groups, of_parts = (functools.reduce(jnp.add, list(v)) for v in (groups, parts))

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from punica_jax.pallas_kernels import expand, lora, segment_metadata, shrink
+from punica_jax.pallas_kernels import _sgmv, expand, lora, segment_metadata, shrink
 from punica_jax.pallas_kernels.shapes import (
     POPULARITIES,
     TEST_DTYPES,
@@ -122,6 +122,27 @@ def test_pages_that_do_not_fill_a_load(ranks, implementation):
     slots = np.random.default_rng(6).integers(-1, len(ranks), 20).astype(np.int32)
     actual = run_case(case, slots, implementation)
     assert_near(actual, case.expected(slots), "bfloat16")
+
+
+@pytest.mark.parametrize("implementation", ["pallas_interpret", GPU])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_programs_of_all_modules_are_those_of_each(dtype, implementation, monkeypatch):
+    # Two adapters a row; ranks of one page each, and of none to two.
+    ranks = [[8, 16], [20, 0], [4, 4], [0, 32]]
+    case = make_case(rows=20, ranks=ranks, d_in=264, d_outs=(40, 24), dtype=dtype)
+    slots = np.random.default_rng(2).integers(-1, len(ranks), (20, 2)).astype(np.int32)
+    weights = jnp.asarray(np.random.default_rng(3).random((20, 2), np.float32))
+
+    def run():
+        # Traced anew, for the border is no argument.
+        function = functools.partial(apply.__wrapped__, implementation=implementation)
+        operands = jnp.asarray(case.y), jnp.asarray(case.x), case.pool
+        return np.asarray(jax.jit(function)(*operands, jnp.asarray(slots), weights))
+
+    apart = run()
+    monkeypatch.setattr(_sgmv, "_MANY_ROWS", 1)
+    monkeypatch.setattr(_sgmv, "_JOINT_ROWS", 1)
+    np.testing.assert_array_equal(run(), apart)
 
 
 @pytest.mark.parametrize("implementation", ["xla", INTERPRET_GRID, GPU])

@@ -193,18 +193,16 @@ def _rotary_kernel(
     lane = jnp.arange(max(16, pl.next_power_of_2(half)), dtype=jnp.int32)
     inside = None if half == lane.size else (lane < half)[None, :]
     columns = [head * head_dim + lane, head * head_dim + half + lane]
-    is_k = (head >= heads).astype(jnp.int32)
+    is_kv = (head >= heads).astype(jnp.int32)
     is_v = (head >= heads + kv_heads).astype(jnp.int32)
-    is_kv = head >= heads
-    pages = tile.pages(is_k + is_v)
+    module = is_kv + is_v
+    pages = tile.pages(module)
 
     def rotate(single: bool) -> None:
-        sums = tile.begin_sums(
-            y_ref, is_k + is_v, pages, columns, inside, single=single
-        )
+        sums = tile.begin_sums(y_ref, module, pages, columns, inside, single=single)
         cos, sin = (tile.load(ref, lane, inside) for ref in (cos_ref, sin_ref))
         page, offset, there = kv_places(
-            page_ref, offset_ref, tile.row, tile.live & is_kv, num_pages
+            page_ref, offset_ref, tile.row, tile.live & (is_kv > 0), num_pages
         )
         low, high = sums()
         cos, sin = (value.astype(jnp.float32) for value in (cos, sin))
@@ -216,11 +214,11 @@ def _rotary_kernel(
                 target = ref.at[(*at, (start + lane)[None, :])]
                 plgpu.store(target, value.astype(ref.dtype), mask=mask)
 
-        pl.when(~is_kv)(
+        pl.when(is_kv == 0)(
             lambda: write(q_ref, (tile.row[:, None], head), rotated, tile.live)
         )
 
-        @pl.when(is_kv)
+        @pl.when(is_kv > 0)
         def _():
             values = [
                 jnp.where(is_v > 0, own, turned)

@@ -228,9 +228,9 @@ def page_product(
     shared memory, behind barriers that no later load passes: what a program needs, it
     loads before it multiplies.
     """
-    mask = mask_of((entry.size, lanes.size), live[:, None], lanes.used_columns)
-    ranks = lanes.columns(first_rank, v_ref.shape[2])
-    parts = _load_splits(v_ref, entry, ranks, mask)
+    mask = mask_of((1, entry.size, lanes.size), live[:, None], lanes.used_columns)
+    at = entry[None, :, None], lanes.columns(first_rank, v_ref.shape[2])[None, None, :]
+    parts = [load(v_ref.at[(split, *at)], mask) for split in range(v_ref.shape[0])]
     b = load(
         b_ref.at[lanes.page, lanes.lane, column[None, :]],
         mask_of((lanes.size, column.size), lanes.used_rows, inside),
@@ -246,16 +246,6 @@ def page_product(
         return dot(v.astype(b.dtype), b)
 
     return multiply
-
-
-def _load_splits(v_ref, entry: Array, column: Array, mask: Array | None) -> list[Array]:
-    """Return `v[:, entry, column]` of each split, or group: `f32[1, n, m]`."""
-
-    def load_split(split: int) -> Array:
-        at = v_ref.at[split, entry[None, :, None], column[None, None, :]]
-        return load(at, None if mask is None else mask[None])
-
-    return [load_split(split) for split in range(v_ref.shape[0])]
 
 
 def mask_of(shape: tuple[int, ...], *conditions: Array | None) -> Array | None:

@@ -5,7 +5,8 @@ row sees the others is the `attend` function's business.
 """
 
 import functools
-from typing import Any
+import itertools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,22 @@ from punica_jax.models._layers import (
 from punica_jax.models._lora import LayerPools, LoraPools
 from punica_jax.models._rope import inverse_frequencies
 from punica_jax.pallas_kernels import LoraPool, NormedRows, Segments, reference
+
+
+class Attended(NamedTuple):
+    """Rows within the last layer, behind its attention: none needs another any more.
+
+    Attributes:
+      x: the rows that the layer was given.
+      heads: what they attended to.
+    """
+
+    x: Float[Array, "rows hidden"]
+    heads: Float[Array, "rows heads_dim"]
+
+    def of(self, rows: Int32[Array, "n"]) -> "Attended":
+        """Return some of the rows."""
+        return Attended(*(part.at[rows].get(mode="clip") for part in self))
 
 
 class DecoderLayer(nnx.Module):
@@ -78,6 +95,36 @@ class DecoderLayer(nnx.Module):
         Returns:
           The rows, and the rows after `next_norm`.
         """
+        heads = self.attend(
+            normed,
+            index,
+            rotary,
+            attend,
+            pools,
+            segments,
+            implementation=implementation,
+        )
+        return _feed_forward(
+            self,
+            next_norm,
+            Attended(x, heads),
+            pools,
+            segments,
+            implementation=implementation,
+        )
+
+    def attend(
+        self,
+        normed: Float[Array, "rows hidden"] | NormedRows,
+        index: int,
+        rotary: tuple[Array, Array],
+        attend: Attend,
+        pools: LayerPools | None,
+        segments: Segments | None,
+        *,
+        implementation: str | None = None,
+    ) -> Float[Array, "rows heads_dim"]:
+        """Return what each row attends to; see `__call__`."""
         norms = None
         if self.q_norm is not None and self.k_norm is not None:
             norms = self.q_norm, self.k_norm
@@ -90,16 +137,8 @@ class DecoderLayer(nnx.Module):
             head_dim=self.head_dim,
             implementation=implementation,
         )
-        attended = attend(index, unprojected)
-        return _feed_forward(
-            self,
-            next_norm,
-            x,
-            attended,
-            pools,
-            segments,
-            implementation=implementation,
-        )
+        heads = attend(index, unprojected)
+        return heads.reshape(heads.shape[0], -1)
 
 
 def _lora_of(
@@ -111,14 +150,17 @@ def _lora_of(
     return getattr(pools, group), segments
 
 
+def _layer_pools(lora: LoraPools | None, index: int) -> LayerPools | None:
+    return None if lora is None else lora.layer(index)
+
+
 # A function of its own is traced and lowered once for all layers, which differ in
 # their arrays alone: 32 layers take a tenth of the time until XLA begins.
 @functools.partial(jax.jit, static_argnames="implementation")
 def _feed_forward(
     layer: DecoderLayer,
     next_norm: RMSNorm,
-    x: Array,
-    attended: Array,
+    attended: Attended,
     pools: LayerPools | None,
     segments: Segments | None,
     *,
@@ -126,12 +168,11 @@ def _feed_forward(
 ) -> tuple[Array, Array | NormedRows]:
     """Apply all of a layer that follows attention, and the norm after it."""
     own = functools.partial(_lora_of, pools, segments)
-    attended = attended.reshape(x.shape[0], -1)
     x, normed = kernels.lora_normed(
-        attended,
+        attended.heads,
         norm=layer.mlp_norm.arrays,
         lora=own("o"),
-        residual=x,
+        residual=attended.x,
         implementation=implementation,
         **layer.o.arrays,
     )
@@ -224,6 +265,26 @@ class Llama(nnx.Module):
         Raises:
           ValueError: only one of `lora` and `segments` is given.
         """
+        attended = self.attended(
+            tokens, positions, attend, lora, segments, implementation=implementation
+        )
+        return self.hidden(attended, lora, segments, implementation=implementation)
+
+    def attended(
+        self,
+        tokens: Int32[Array, "rows"],
+        positions: Int32[Array, "rows"],
+        attend: Attend,
+        lora: LoraPools | None = None,
+        segments: Segments | None = None,
+        *,
+        implementation: str | None = None,
+    ) -> Attended:
+        """Run the decoder up to its last attention; see `__call__`.
+
+        Of what comes then, `hidden`, a row needs no other: who wants the logits of
+        a few rows goes on with these.
+        """
         if (lora is None) != (segments is None):
             raise ValueError(
                 "lora and segments must be given together, got "
@@ -236,22 +297,55 @@ class Llama(nnx.Module):
         rotary = rotary_tables(positions, jnp.asarray(inv_freq), self.dtype, amplitude)
         x = self.embed[...].at[tokens].get(mode="clip")
         normed = self.layers[0].input_norm(x, implementation=implementation)
-        next_norms = [*(layer.input_norm for layer in self.layers[1:]), self.norm]
-        for index, (layer, next_norm) in enumerate(
-            zip(self.layers, next_norms, strict=True)
-        ):
-            pools = None if lora is None else lora.layer(index)
+        for index, (layer, following) in enumerate(itertools.pairwise(self.layers)):
             x, normed = layer(
                 x,
                 normed,
                 index,
                 rotary,
                 attend,
-                pools,
+                _layer_pools(lora, index),
                 segments,
-                next_norm=next_norm,
+                next_norm=following.input_norm,
                 implementation=implementation,
             )
+        last = len(self.layers) - 1
+        heads = self.layers[last].attend(
+            normed,
+            last,
+            rotary,
+            attend,
+            _layer_pools(lora, last),
+            segments,
+            implementation=implementation,
+        )
+        return Attended(x, heads)
+
+    def hidden(
+        self,
+        attended: Attended,
+        lora: LoraPools | None = None,
+        segments: Segments | None = None,
+        *,
+        implementation: str | None = None,
+    ) -> Float[Array, "rows hidden"]:
+        """Return `attended`'s rows after the last normalisation.
+
+        Args:
+          attended: all rows of a batch, or some.
+          lora: as `attended` was given.
+          segments: which of these rows use which adapter.
+          implementation: see `punica_jax.pallas_kernels.resolve`.
+        """
+        last = len(self.layers) - 1
+        _, normed = _feed_forward(
+            self.layers[last],
+            self.norm,
+            attended,
+            _layer_pools(lora, last),
+            segments,
+            implementation=implementation,
+        )
         return kernels.divided(normed)
 
     def logits(self, hidden: Float[Array, "n hidden"]) -> Float[Array, "n vocab"]:

@@ -21,19 +21,12 @@ from flax import nnx
 from punica_jax.batch import BLOCK_ROWS, Batch, Bucket, Feed, Wanted
 from punica_jax.device_pools import DevicePools
 from punica_jax.logprobs import Logprobs, token_logprobs
-from punica_jax.models import KvCache, Llama, LoraPools
+from punica_jax.models import Attended, KvCache, Llama, LoraPools
 from punica_jax.packing import pack, unpack
 from punica_jax.pallas_kernels import MAX_PROJECT_ROWS, resolve
 from punica_jax.request import SamplingParams
-from punica_jax.seats import (
-    SeatRow,
-    Seats,
-    draw,
-    fed_tokens,
-    keep_tokens,
-    write_seat,
-)
-from punica_jax.step import run_step
+from punica_jax.seats import SeatRow, Seats, draw, fed_tokens, keep_tokens, write_seat
+from punica_jax.step import run_step, token_logits
 
 _GPU_SCHEDULING = "xla_gpu_command_buffer_scheduling_mode"
 # Of many rows, which XLA multiplies: a 7B's layer takes 443 us so for 128 rows of 12
@@ -56,13 +49,13 @@ class Forward(NamedTuple):
       likely: `i32[seqs]`, the most likely next tokens; `NO_TOKEN` where the logits have
         a NaN or no finite value is the greatest.
       logits: `f32[seqs, vocab]`.
-      hidden: the rows after the last normalisation, `[BLOCK_ROWS, hidden]` a block,
+      blocks: the rows behind the last attention, `[BLOCK_ROWS, x and heads]` a block,
         padded with any rows: one program takes the blocks of every bucket.
     """
 
     likely: jax.Array
     logits: jax.Array
-    hidden: tuple[jax.Array, ...]
+    blocks: tuple[jax.Array, ...]
 
 
 class Launched(NamedTuple):
@@ -152,9 +145,10 @@ class Runner:
         self._counts = bind(jnp.zeros((num_seats, self.vocab_size), jnp.int32))
         self._newest = bind(jnp.zeros(num_seats, jnp.int32))  # token of each seat
         on_gpu = self.implementation == "pallas_triton"
+        fixed = self._structure, self.implementation
         make_step = functools.partial(
             jax.jit,
-            functools.partial(_flat_step, self._structure, self.implementation),
+            functools.partial(_flat_step, *fixed),
             donate_argnums=(1, 2),
             static_argnums=5,
         )
@@ -177,7 +171,7 @@ class Runner:
         )
         self._logprobs = jax.jit(_tokens_with_logprobs)
         self._prompt_logprobs = jax.jit(
-            functools.partial(_flat_prompt_logprobs, self._structure)
+            functools.partial(_flat_prompt_logprobs, *fixed)
         )
         self._steps: dict[Bucket, None] = {}
         self._samplers: dict[str, None] = {}
@@ -209,7 +203,7 @@ class Runner:
           feed: which tokens stay on the device; None is none.
         """
         wanted = wanted or Wanted()
-        tokens, logits, hidden = self.forward(batch, feed)
+        tokens, logits, blocks = self.forward(batch, feed)
         num_seqs = tokens.shape[0]
         prompt_logprobs = {}
         if wanted.rows is not None:
@@ -221,8 +215,10 @@ class Runner:
             tokens = self._logprobs(logits, tokens)
             self._samplers[f"logprobs[{num_seqs}]"] = None
         for block, targets in wanted.targets.items():
+            rows = BLOCK_ROWS * block + np.arange(BLOCK_ROWS)
+            slots_and_targets = np.take(batch.slots, rows, mode="clip"), targets
             prompt_logprobs[block] = self._prompt_logprobs(
-                self._weights, hidden[block], targets
+                self._weights, self.adapters.pools, blocks[block], *slots_and_targets
             )
             self._samplers["prompt_logprobs"] = None
         launched = Launched(tokens, prompt_logprobs)
@@ -336,11 +332,10 @@ def _flat_step(
     result = run_step(model, cache, pools, batch, implementation=implementation)
     top = jnp.take_along_axis(result.logits, result.likely[:, None], axis=1)[:, 0]
     likely = jnp.where(jnp.isfinite(top), result.likely, NO_TOKEN)
-    hidden = result.hidden
-    padding = -hidden.shape[0] % BLOCK_ROWS
-    hidden = jnp.pad(hidden, ((0, padding), (0, 0)))
-    blocks = tuple(jnp.split(hidden, hidden.shape[0] // BLOCK_ROWS))
     newest = keep_tokens(newest, feed.seats, likely)
+    rows = jnp.concatenate(result.attended, axis=1)
+    rows = jnp.pad(rows, ((0, -len(rows) % BLOCK_ROWS), (0, 0)))
+    blocks = tuple(jnp.split(rows, len(rows) // BLOCK_ROWS))
     return Forward(likely, result.logits, blocks), result.cache, newest
 
 
@@ -348,9 +343,13 @@ def _flat_write_seat(seats, counts, seat, packed, layout):
     return write_seat(seats, counts, seat, unpack(packed, layout))
 
 
-def _flat_prompt_logprobs(structure, weights, hidden, targets):
+def _flat_prompt_logprobs(
+    structure, implementation, weights, pools, block, slots, targets
+):
     model = nnx.merge(*jax.tree.unflatten(structure, weights))
-    return token_logprobs(model.logits(hidden), targets).pack()
+    attended = Attended(*jnp.split(block, [model.config.hidden_size], axis=1))
+    logits = token_logits(model, pools, attended, slots, implementation=implementation)
+    return token_logprobs(logits, targets).pack()
 
 
 def _tokens_with_logprobs(logits, tokens):

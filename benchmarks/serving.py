@@ -49,8 +49,9 @@ from punica_jax.sizes import Sizes
 
 POPULARITIES: tuple[Popularity, ...] = ("distinct", "uniform", "skewed", "identical")
 _BATCH: tuple[Popularity | None, ...] = (None, "identical", "distinct")
-# As vLLM's default. 32 prompts of 512 tokens are three steps so instead of nine.
-_MAX_STEP_ROWS = 8192
+# As vLLM's default for its `LLM` on such a card (vllm-project/vllm#12369): 32 prompts
+# of 512 tokens are one step so, and three of 8192 rows, the last one for sixteen rows.
+_MAX_STEP_ROWS = 16384
 _BATCH_COLUMNS = ("all_first_ms", "vllm_tokens_per_s", "vllm_all_first_ms")
 _COLUMNS = {
     "trace": (

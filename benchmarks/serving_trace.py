@@ -4,6 +4,7 @@ Plain numbers; knows nothing of models, engines or time.
 """
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Literal
@@ -36,10 +37,15 @@ class Request:
     num_new: int
     adapter: str | None
 
-    def prompt(self, vocab_size: int) -> list[int]:
+    def prompt(self, vocab_size: int) -> tuple[int, ...]:
         """Return its tokens; no two requests begin alike."""
-        rng = np.random.default_rng((_SEED, self.number))
-        return rng.integers(vocab_size, size=self.prompt_len).tolist()
+        return _tokens(self.number, self.prompt_len, vocab_size)
+
+
+@functools.lru_cache(maxsize=1024)
+def _tokens(number: int, count: int, vocab_size: int) -> tuple[int, ...]:
+    rng = np.random.default_rng((_SEED, number))
+    return tuple(rng.integers(vocab_size, size=count).tolist())
 
 
 def lengths(count: int, max_len: int) -> list[tuple[int, int]]:

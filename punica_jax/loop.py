@@ -184,7 +184,6 @@ class StepLoop:
                 self._write_seat(sequence)
             rows.append((sequence, sequence.launch(num_rows)))
             num_prompt_rows += num_rows if num_rows > 1 else 0
-            self._publish(sequence)
         chunks = [chunk for _, chunk in rows]
         bucket = self._buckets.of(chunks)
         launched = self._runner.launch(
@@ -192,6 +191,9 @@ class StepLoop:
             Wanted.of(chunks, bucket),
             Feed.of(chunks, bucket),
         )
+        # Behind the launch: the device is at work meanwhile.
+        for sequence, _ in rows:
+            self._publish(sequence)
         self.num_steps += 1
         return _Flight(rows, num_prompt_rows, launched)
 

@@ -20,6 +20,7 @@ from punica_jax.batch import Bucket
 from punica_jax.bench import gather_lora
 from punica_jax.models import (
     MODULE_GROUPS,
+    Attended,
     DecoderLayer,
     Llama,
     LoraPools,
@@ -67,6 +68,10 @@ class Given(Unprojected):
         return self.cut(self.x)
 
 
+# A rival is XLA's, as its users write it, but for attention.
+_XLA: dict[str, Any] = {"implementation": "xla"}
+
+
 class AnyLayer(nnx.Module):
     """A decoder layer that takes `Stack`s where it would take pools.
 
@@ -76,13 +81,27 @@ class AnyLayer(nnx.Module):
     def __init__(self, layer: DecoderLayer):
         self.layer = layer
 
-    def __call__(
+    def attend(
+        self, normed: Array, index: int, rotary, attend, pools, segments, **options: Any
+    ) -> Array:
+        layer = self.layer
+        if not isinstance(pools, LayerStacks):
+            own = pools, segments
+            return layer.attend(normed, index, rotary, attend, *own, **options)
+        given = Given(
+            x=pools.qkv.add(layer.qkv(normed, **_XLA), normed),
+            linear=layer.qkv,
+            lora=None,
+            rotary=rotary,
+            norms=None,
+            head_dim=layer.head_dim,
+            **_XLA,
+        )
+        return attend(index, given).reshape(normed.shape[0], -1)
+
+    def feed_forward(
         self,
-        x: Array,
-        normed: Array,
-        index: int,
-        rotary,
-        attend,
+        attended: Attended,
         pools,
         segments,
         *,
@@ -91,30 +110,16 @@ class AnyLayer(nnx.Module):
     ) -> tuple[Array, Any]:
         layer = self.layer
         if not isinstance(pools, LayerStacks):
-            own = pools, segments
             options["next_norm"] = next_norm
-            return layer(x, normed, index, rotary, attend, *own, **options)
-
-        # All XLA's, as its users write it, but for attention.
-        xla = {"implementation": "xla"}
+            return layer.feed_forward(attended, pools, segments, **options)
 
         def linear(group: str, rows: Array) -> Array:
-            return getattr(pools, group).add(getattr(layer, group)(rows, **xla), rows)
+            return getattr(pools, group).add(getattr(layer, group)(rows, **_XLA), rows)
 
-        given = Given(
-            x=linear("qkv", normed),
-            linear=layer.qkv,
-            lora=None,
-            rotary=rotary,
-            norms=None,
-            head_dim=layer.head_dim,
-            **xla,
-        )
-        attended = attend(index, given)
-        x = x + linear("o", attended.reshape(x.shape[0], -1))
-        gated = reference.gated(linear("gate_up", layer.mlp_norm(x, **xla)))
+        x = attended.x + linear("o", attended.heads)
+        gated = reference.gated(linear("gate_up", layer.mlp_norm(x, **_XLA)))
         x = x + linear("down", gated)
-        return x, next_norm(x, **xla)
+        return x, next_norm(x, **_XLA)
 
     @property
     def input_norm(self) -> RMSNorm:

@@ -71,48 +71,6 @@ class DecoderLayer(nnx.Module):
         self.down = linear("down", config.mlp_bias)
         self.head_dim = config.head_dim
 
-    def __call__(
-        self,
-        x: Float[Array, "rows hidden"],
-        normed: Float[Array, "rows hidden"] | NormedRows,
-        index: int,
-        rotary: tuple[Array, Array],
-        attend: Attend,
-        pools: LayerPools | None,
-        segments: Segments | None,
-        *,
-        next_norm: RMSNorm,
-        implementation: str | None = None,
-    ) -> tuple[Float[Array, "rows hidden"], Array | NormedRows]:
-        """Apply layer number `index`.
-
-        Args:
-          x: the rows.
-          normed: the rows after `input_norm`.
-          index, rotary, attend, pools, segments, implementation: see `Llama.__call__`.
-          next_norm: of whatever comes after the layer.
-
-        Returns:
-          The rows, and the rows after `next_norm`.
-        """
-        heads = self.attend(
-            normed,
-            index,
-            rotary,
-            attend,
-            pools,
-            segments,
-            implementation=implementation,
-        )
-        return _feed_forward(
-            self,
-            next_norm,
-            Attended(x, heads),
-            pools,
-            segments,
-            implementation=implementation,
-        )
-
     def attend(
         self,
         normed: Float[Array, "rows hidden"] | NormedRows,
@@ -124,7 +82,12 @@ class DecoderLayer(nnx.Module):
         *,
         implementation: str | None = None,
     ) -> Float[Array, "rows heads_dim"]:
-        """Return what each row attends to; see `__call__`."""
+        """Return what each row attends to in layer number `index`.
+
+        Args:
+          normed: the rows after `input_norm`.
+          index, rotary, attend, pools, segments, implementation: see `Llama.__call__`.
+        """
         norms = None
         if self.q_norm is not None and self.k_norm is not None:
             norms = self.q_norm, self.k_norm
@@ -139,6 +102,29 @@ class DecoderLayer(nnx.Module):
         )
         heads = attend(index, unprojected)
         return heads.reshape(heads.shape[0], -1)
+
+    def feed_forward(
+        self,
+        attended: Attended,
+        pools: LayerPools | None,
+        segments: Segments | None,
+        *,
+        next_norm: RMSNorm,
+        implementation: str | None = None,
+    ) -> tuple[Float[Array, "rows hidden"], Array | NormedRows]:
+        """Apply all that follows attention.
+
+        Args:
+          attended: the rows, and what `attend` gave for them.
+          pools, segments, implementation: see `Llama.__call__`.
+          next_norm: of whatever comes after the layer.
+
+        Returns:
+          The rows, and the rows after `next_norm`.
+        """
+        return _feed_forward(
+            self, next_norm, attended, pools, segments, implementation=implementation
+        )
 
 
 def _lora_of(
@@ -295,31 +281,32 @@ class Llama(nnx.Module):
         inv_freq = inverse_frequencies(config.rotary_dim, config.rope_theta, scaling)
         amplitude = 1.0 if scaling is None else scaling.amplitude
         rotary = rotary_tables(positions, jnp.asarray(inv_freq), self.dtype, amplitude)
-        x = self.embed[...].at[tokens].get(mode="clip")
-        normed = self.layers[0].input_norm(x, implementation=implementation)
-        for index, (layer, following) in enumerate(itertools.pairwise(self.layers)):
-            x, normed = layer(
-                x,
+
+        def attended_in(index: int, x: Array, normed: Any) -> Attended:
+            heads = self.layers[index].attend(
                 normed,
                 index,
                 rotary,
                 attend,
                 _layer_pools(lora, index),
                 segments,
+                implementation=implementation,
+            )
+            return Attended(x, heads)
+
+        x = self.embed[...].at[tokens].get(mode="clip")
+        normed = self.layers[0].input_norm(x, implementation=implementation)
+        attended = attended_in(0, x, normed)
+        for index, (layer, following) in enumerate(itertools.pairwise(self.layers)):
+            x, normed = layer.feed_forward(
+                attended,
+                _layer_pools(lora, index),
+                segments,
                 next_norm=following.input_norm,
                 implementation=implementation,
             )
-        last = len(self.layers) - 1
-        heads = self.layers[last].attend(
-            normed,
-            last,
-            rotary,
-            attend,
-            _layer_pools(lora, last),
-            segments,
-            implementation=implementation,
-        )
-        return Attended(x, heads)
+            attended = attended_in(index + 1, x, normed)
+        return attended
 
     def hidden(
         self,
@@ -338,12 +325,11 @@ class Llama(nnx.Module):
           implementation: see `punica_jax.pallas_kernels.resolve`.
         """
         last = len(self.layers) - 1
-        _, normed = _feed_forward(
-            self.layers[last],
-            self.norm,
+        _, normed = self.layers[last].feed_forward(
             attended,
             _layer_pools(lora, last),
             segments,
+            next_norm=self.norm,
             implementation=implementation,
         )
         return kernels.divided(normed)

@@ -270,6 +270,9 @@ class Llama(nnx.Module):
 
         Of what comes then, `hidden`, a row needs no other: who wants the logits of
         a few rows goes on with these.
+
+        Raises:
+          ValueError: only one of `lora` and `segments` is given.
         """
         if (lora is None) != (segments is None):
             raise ValueError(

@@ -81,13 +81,13 @@ class AnyLayer(nnx.Module):
     def __init__(self, layer: DecoderLayer):
         self.layer = layer
 
-    def attend(
+    def heads(
         self, normed: Array, index: int, rotary, attend, pools, segments, **options: Any
     ) -> Array:
         layer = self.layer
         if not isinstance(pools, LayerStacks):
             own = pools, segments
-            return layer.attend(normed, index, rotary, attend, *own, **options)
+            return layer.heads(normed, index, rotary, attend, *own, **options)
         given = Given(
             x=pools.qkv.add(layer.qkv(normed, **_XLA), normed),
             linear=layer.qkv,
@@ -99,7 +99,7 @@ class AnyLayer(nnx.Module):
         )
         return attend(index, given).reshape(normed.shape[0], -1)
 
-    def feed_forward(
+    def after_attention(
         self,
         attended: Attended,
         pools,
@@ -111,7 +111,7 @@ class AnyLayer(nnx.Module):
         layer = self.layer
         if not isinstance(pools, LayerStacks):
             options["next_norm"] = next_norm
-            return layer.feed_forward(attended, pools, segments, **options)
+            return layer.after_attention(attended, pools, segments, **options)
 
         def linear(group: str, rows: Array) -> Array:
             return getattr(pools, group).add(getattr(layer, group)(rows, **_XLA), rows)

@@ -72,6 +72,10 @@ _COLUMNS = {
 }
 
 
+def _step_rows(args: argparse.Namespace) -> int:
+    return min(_MAX_STEP_ROWS, args.seats * args.max_len)
+
+
 def make_bench(args: argparse.Namespace) -> tuple[BenchModel, Sizes]:
     """Make the model, and say how much of everything it is served with."""
     config = make_config(SHAPES[args.shape])
@@ -84,7 +88,7 @@ def make_bench(args: argparse.Namespace) -> tuple[BenchModel, Sizes]:
         max_rank=RANK,
         page_size=PAGE_SIZE,
         num_spare=NUM_SPARE,
-        max_step_rows=min(_MAX_STEP_ROWS, args.seats * args.max_len),
+        max_step_rows=_step_rows(args),
     )
     bench = BenchModel(
         config,
@@ -219,7 +223,7 @@ def main(words: Sequence[str] | None = None) -> None:
 
     def add(part: str, **fields: Any) -> None:
         where = {"shape": args.shape, "seats": args.seats, "max_len": args.max_len}
-        where["max_step_rows"] = _MAX_STEP_ROWS
+        where["max_step_rows"] = _step_rows(args)
         log.add({"benchmark": f"serving_{part}", **where, **fields})
 
     run(args, add)

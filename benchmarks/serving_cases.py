@@ -118,11 +118,11 @@ class Cases:
         are from it.
         """
         requests = [
-            Request(number=number, prompt_len=prompt_len, num_new=num_new, adapter=name)
+            Request(
+                number=number, prompt_len=prompt_len, num_new=num_new, adapter=name
+            ).with_tokens(self.bench.config.vocab_size)
             for number, name in enumerate(popular_names(popularity, self._seats))
         ]
-        for request in requests:
-            request.prompt(self.bench.config.vocab_size)  # whoever asks has it ready
         runs = []
         for _ in range(_BATCH_RUNS):
             server = self._all_there(requests, AllThere(self.sizes.num_slots))

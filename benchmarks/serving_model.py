@@ -225,7 +225,7 @@ class Server:
             index=0,
             prompt_index=0,
             sample_index=0,
-            prompt=[*request.prompt(self._bench.config.vocab_size)],
+            prompt=request.prompt(self._bench.config.vocab_size),
             adapter=request.adapter,
             sampling=sampling,
             tokenizer=self._tokenizer,

@@ -4,7 +4,6 @@ Plain numbers; knows nothing of models, engines or time.
 """
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Literal
@@ -30,22 +29,25 @@ class Request:
       prompt_len: tokens of the prompt.
       num_new: tokens to generate.
       adapter: its adapter's name, None for the base alone.
+      tokens: the prompt's, if they were made before they are asked for.
     """
 
     number: int
     prompt_len: int
     num_new: int
     adapter: str | None
+    tokens: tuple[int, ...] | None = None
 
-    def prompt(self, vocab_size: int) -> tuple[int, ...]:
+    def prompt(self, vocab_size: int) -> list[int]:
         """Return its tokens; no two requests begin alike."""
-        return _tokens(self.number, self.prompt_len, vocab_size)
+        if self.tokens is not None:
+            return list(self.tokens)
+        rng = np.random.default_rng((_SEED, self.number))
+        return rng.integers(vocab_size, size=self.prompt_len).tolist()
 
-
-@functools.lru_cache(maxsize=1024)
-def _tokens(number: int, count: int, vocab_size: int) -> tuple[int, ...]:
-    rng = np.random.default_rng((_SEED, number))
-    return tuple(rng.integers(vocab_size, size=count).tolist())
+    def with_tokens(self, vocab_size: int) -> "Request":
+        """Return it with its prompt made."""
+        return dataclasses.replace(self, tokens=tuple(self.prompt(vocab_size)))
 
 
 def lengths(count: int, max_len: int) -> list[tuple[int, int]]:

@@ -14,8 +14,13 @@ from punica_jax.models._checkpoint import (
 from punica_jax.models._config import MODULE_GROUPS, MODULE_PATHS, LlamaConfig
 from punica_jax.models._hf_fields import ConfigError, UnsupportedConfigError
 from punica_jax.models._kv_cache import CachedAttention, KvCache, SeqTable
-from punica_jax.models._layers import LoraLinear, RMSNorm, dense_causal_attention
-from punica_jax.models._llama import Attended, DecoderLayer, Llama
+from punica_jax.models._layers import (
+    Attended,
+    LoraLinear,
+    RMSNorm,
+    dense_causal_attention,
+)
+from punica_jax.models._llama import DecoderLayer, Llama
 from punica_jax.models._lora import (
     GroupPools,
     LayerPools,

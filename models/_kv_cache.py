@@ -168,7 +168,7 @@ class CachedAttention:
         return out
 
 
-# One function for all layers: see `_llama._feed_forward`.
+# One function for all layers: see `_llama._after_attention`.
 @functools.partial(jax.jit, static_argnames=("max_query_len", "implementation"))
 def _store_and_attend(
     unprojected: Unprojected,

@@ -214,6 +214,40 @@ class Unprojected:
         return q, k, v
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True)
+class Attended:
+    """Rows behind a layer's attention; of what follows, a row needs no other.
+
+    Attributes:
+      x: the rows that the layer was given.
+      heads: what they attended to, all heads of a row side by side.
+    """
+
+    x: Float[Array, "rows hidden"]
+    heads: Float[Array, "rows heads_dim"]
+
+    def take(self, rows: Int32[Array, "n"]) -> "Attended":
+        """Return some of the rows, by their numbers."""
+        return Attended(self.x[rows], self.heads[rows])
+
+    def join(self) -> Float[Array, "rows hidden_and_heads"]:
+        """Return both side by side, for `split`."""
+        return jnp.concatenate([self.x, self.heads], axis=1)
+
+    @classmethod
+    def split(
+        cls, joined: Float[Array, "rows hidden_and_heads"], hidden_size: int
+    ) -> "Attended":
+        """Take apart what `join` gave.
+
+        Args:
+          joined: its rows, all or some.
+          hidden_size: the model's, which is `x`'s width.
+        """
+        return cls(joined[:, :hidden_size], joined[:, hidden_size:])
+
+
 def dense_causal_attention(seq_len: int) -> Attend:
     """Return an `attend` for training: no cache, differentiable, plain products.
 

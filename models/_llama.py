@@ -6,7 +6,7 @@ row sees the others is the `attend` function's business.
 
 import functools
 import itertools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ import punica_jax.pallas_kernels as kernels
 from punica_jax.models._config import LlamaConfig
 from punica_jax.models._layers import (
     Attend,
+    Attended,
     LoraLinear,
     RMSNorm,
     Unprojected,
@@ -27,22 +28,6 @@ from punica_jax.models._layers import (
 from punica_jax.models._lora import LayerPools, LoraPools
 from punica_jax.models._rope import inverse_frequencies
 from punica_jax.pallas_kernels import LoraPool, NormedRows, Segments, reference
-
-
-class Attended(NamedTuple):
-    """Rows within the last layer, behind its attention: none needs another any more.
-
-    Attributes:
-      x: the rows that the layer was given.
-      heads: what they attended to.
-    """
-
-    x: Float[Array, "rows hidden"]
-    heads: Float[Array, "rows heads_dim"]
-
-    def of(self, rows: Int32[Array, "n"]) -> "Attended":
-        """Return some of the rows."""
-        return Attended(*(part.at[rows].get(mode="clip") for part in self))
 
 
 class DecoderLayer(nnx.Module):
@@ -71,7 +56,7 @@ class DecoderLayer(nnx.Module):
         self.down = linear("down", config.mlp_bias)
         self.head_dim = config.head_dim
 
-    def attend(
+    def heads(
         self,
         normed: Float[Array, "rows hidden"] | NormedRows,
         index: int,
@@ -103,7 +88,7 @@ class DecoderLayer(nnx.Module):
         heads = attend(index, unprojected)
         return heads.reshape(heads.shape[0], -1)
 
-    def feed_forward(
+    def after_attention(
         self,
         attended: Attended,
         pools: LayerPools | None,
@@ -115,14 +100,14 @@ class DecoderLayer(nnx.Module):
         """Apply all that follows attention.
 
         Args:
-          attended: the rows, and what `attend` gave for them.
+          attended: the rows, and what `heads` gave for them.
           pools, segments, implementation: see `Llama.__call__`.
           next_norm: of whatever comes after the layer.
 
         Returns:
           The rows, and the rows after `next_norm`.
         """
-        return _feed_forward(
+        return _after_attention(
             self, next_norm, attended, pools, segments, implementation=implementation
         )
 
@@ -143,7 +128,7 @@ def _layer_pools(lora: LoraPools | None, index: int) -> LayerPools | None:
 # A function of its own is traced and lowered once for all layers, which differ in
 # their arrays alone: 32 layers take a tenth of the time until XLA begins.
 @functools.partial(jax.jit, static_argnames="implementation")
-def _feed_forward(
+def _after_attention(
     layer: DecoderLayer,
     next_norm: RMSNorm,
     attended: Attended,
@@ -241,8 +226,8 @@ class Llama(nnx.Module):
             serving, `dense_causal_attention` for training.
           lora: the adapters' pools, or what else gives `LayerPools` for each
             `layer(index)`; or None.
-          segments: which rows use which adapter, made once a step; None exactly when
-            `lora` is.
+          segments: which rows use which adapter, made once for all layers; None exactly
+            when `lora` is.
           implementation: see `punica_jax.pallas_kernels.resolve`.
 
         Returns:
@@ -286,7 +271,7 @@ class Llama(nnx.Module):
         rotary = rotary_tables(positions, jnp.asarray(inv_freq), self.dtype, amplitude)
 
         def attended_in(index: int, x: Array, normed: Any) -> Attended:
-            heads = self.layers[index].attend(
+            heads = self.layers[index].heads(
                 normed,
                 index,
                 rotary,
@@ -301,7 +286,7 @@ class Llama(nnx.Module):
         normed = self.layers[0].input_norm(x, implementation=implementation)
         attended = attended_in(0, x, normed)
         for index, (layer, following) in enumerate(itertools.pairwise(self.layers)):
-            x, normed = layer.feed_forward(
+            x, normed = layer.after_attention(
                 attended,
                 _layer_pools(lora, index),
                 segments,
@@ -328,7 +313,7 @@ class Llama(nnx.Module):
           implementation: see `punica_jax.pallas_kernels.resolve`.
         """
         last = len(self.layers) - 1
-        _, normed = self.layers[last].feed_forward(
+        _, normed = self.layers[last].after_attention(
             attended,
             _layer_pools(lora, last),
             segments,

@@ -19,7 +19,8 @@ from punica_jax.pallas_kernels._launch import pallas_call
 # sequences that decode, 20 adapters, take 74, 65, 17.5 us with 16 rows a tile (gate and
 # up, q, k and v, down's shrink), with 32 rows 78, 71, 18.5 (one H200).
 DEFAULT_BLOCK_ROWS = 16
-# The kernel compares all pairs of rows, which in the end must lose to a sort.
+# The kernel compares all pairs of rows, which in the end must lose to a sort: XLA's and
+# what follows it take 0.1 ms of a step of 16384 rows, 350 ms (a 7B on one H200).
 MAX_KERNEL_ROWS = 8192
 # Rows that one program places, and rows that it compares them with at a time.
 _PLACED_ROWS = 16

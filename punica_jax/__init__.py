@@ -14,6 +14,7 @@ from punica_jax.model_dir import ModelFileError
 from punica_jax.models import (
     AdapterError,
     AdapterReport,
+    Attended,
     CheckpointError,
     ConfigError,
     Llama,
@@ -51,6 +52,7 @@ __all__ = [
     "AdapterError",
     "AdapterReport",
     "AdapterStats",
+    "Attended",
     "ChatError",
     "ChatTemplate",
     "CheckpointError",

@@ -49,8 +49,8 @@ class Forward(NamedTuple):
       likely: `i32[seqs]`, the most likely next tokens; `NO_TOKEN` where the logits have
         a NaN or no finite value is the greatest.
       logits: `f32[seqs, vocab]`.
-      blocks: the rows behind the last attention, `[BLOCK_ROWS, x and heads]` a block,
-        padded with any rows: one program takes the blocks of every bucket.
+      blocks: what `Attended.join` gives of the rows, `BLOCK_ROWS` a block, padded with
+        zeros: one program takes the blocks of every bucket.
     """
 
     likely: jax.Array
@@ -215,10 +215,11 @@ class Runner:
             tokens = self._logprobs(logits, tokens)
             self._samplers[f"logprobs[{num_seqs}]"] = None
         for block, targets in wanted.targets.items():
-            rows = BLOCK_ROWS * block + np.arange(BLOCK_ROWS)
-            slots_and_targets = np.take(batch.slots, rows, mode="clip"), targets
+            own = batch.slots[block * BLOCK_ROWS :][:BLOCK_ROWS]
+            slots = np.full(BLOCK_ROWS, -1, np.int32)
+            slots[: len(own)] = own
             prompt_logprobs[block] = self._prompt_logprobs(
-                self._weights, self.adapters.pools, blocks[block], *slots_and_targets
+                self._weights, self.adapters.pools, blocks[block], slots, targets
             )
             self._samplers["prompt_logprobs"] = None
         launched = Launched(tokens, prompt_logprobs)
@@ -333,7 +334,7 @@ def _flat_step(
     top = jnp.take_along_axis(result.logits, result.likely[:, None], axis=1)[:, 0]
     likely = jnp.where(jnp.isfinite(top), result.likely, NO_TOKEN)
     newest = keep_tokens(newest, feed.seats, likely)
-    rows = jnp.concatenate(result.attended, axis=1)
+    rows = result.attended.join()
     rows = jnp.pad(rows, ((0, -len(rows) % BLOCK_ROWS), (0, 0)))
     blocks = tuple(jnp.split(rows, len(rows) // BLOCK_ROWS))
     return Forward(likely, result.logits, blocks), result.cache, newest
@@ -347,7 +348,7 @@ def _flat_prompt_logprobs(
     structure, implementation, weights, pools, block, slots, targets
 ):
     model = nnx.merge(*jax.tree.unflatten(structure, weights))
-    attended = Attended(*jnp.split(block, [model.config.hidden_size], axis=1))
+    attended = Attended.split(block, model.config.hidden_size)
     logits = token_logits(model, pools, attended, slots, implementation=implementation)
     return token_logprobs(logits, targets).pack()
 

@@ -68,10 +68,15 @@ def run_step(
     )
     ends = jnp.asarray(batch.logit_rows)
     if seqs < rows:
+        # An idle sequence ends at another's row: without its adapter, for nobody's use.
+        is_idle = jnp.diff(jnp.asarray(batch.seqs.bounds)) == 0
+        slots = jnp.where(is_idle, -1, slots[ends])
+        attended_ends = attended.take(ends)
         logits = token_logits(
-            model, pools, attended.of(ends), slots[ends], implementation=implementation
+            model, pools, attended_ends, slots, implementation=implementation
         )
     else:
+        # Decode, say: all rows have logits, and their segments are there.
         hidden = model.hidden(attended, pools, segments, implementation=implementation)
         logits = model.logits(hidden[ends])
     return StepResult(most_likely(logits), logits, attended, attend.cache)

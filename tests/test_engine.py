@@ -17,7 +17,7 @@ import jax
 import pytest
 
 import punica_jax as pj
-from punica_jax import engine_thread, prompts
+from punica_jax import prompts
 from punica_jax.engine_request import own_copy
 from punica_jax.request_state import SampleState
 from punica_jax.request_table import RequestTable
@@ -135,26 +135,6 @@ def test_many_tasks_on_two_event_loops(engine, alone):
         for request, got in zip(requests[start::2], answered, strict=True):
             assert got == alone(*request), request
     assert answers.keys() == {0, 1}
-
-
-def test_those_that_ask_at_one_time_share_a_step(engine, monkeypatch):
-    have_asked = threading.Event()
-    clock = SimpleNamespace(sleep=lambda _: have_asked.wait(10))
-    monkeypatch.setattr(engine_thread, "time", clock)
-    first = engine.stats().num_steps
-
-    async def ask():
-        sampling = pj.SamplingParams(max_new_tokens=1)
-        answers = [
-            asyncio.create_task(completions(engine.generate(f"hi {i}", None, sampling)))
-            for i in range(4)
-        ]
-        await until(lambda: len(engine._thread._commands) == 4)
-        have_asked.set()
-        await asyncio.gather(*answers)
-
-    run(ask())
-    assert engine.stats().num_steps == first + 1
 
 
 def steps_after_end(engine, monkeypatch):

@@ -381,6 +381,31 @@ def test_token_prompts_and_seeds(llm, together):
     assert llm.generate("hello", "a", warm[0]) == [first]
 
 
+def test_a_prompts_logprobs_are_its_adapters(llm):
+    """Those of generated tokens are the same when these are a prompt.
+
+    Such long prompts take several blocks of rows, whose edges are amid sequences; the
+    short one's block goes beyond the rows of its bucket.
+    """
+    adapters = ["a", "c", None, "b"]
+    length = llm.max_model_len - 12
+    prompts = [[1 + i, *range(length - 1)] for i in range(3)] + [[3, 4, 5]]
+    new = pj.SamplingParams(max_new_tokens=10, logprobs=1, ignore_eos=True)
+    rows = llm.generate(prompts, adapters, new)
+    whole = [row.prompt_token_ids + row.token_ids for row in rows]
+    scored = pj.SamplingParams(max_new_tokens=1, prompt_logprobs=1)
+    together = llm.generate(whole, adapters, scored)
+    alone = [
+        llm.generate([tokens], adapter, scored)[0]
+        for tokens, adapter in zip(whole, adapters, strict=True)
+    ]
+    for row, *others in zip(rows, together, alone, strict=True):
+        wanted = [entry.logprob for entry in row.logprobs]
+        for other in others:
+            got = [entry.logprob for entry in other.prompt_logprobs[-10:]]
+            np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-4)
+
+
 def test_the_context_ends_a_row(llm):
     prompt = [7] * (llm.max_model_len - 2)
     row = llm.generate([prompt], sampling=pj.SamplingParams(max_new_tokens=9))[0]

@@ -904,6 +904,26 @@ def test_a_policy_that_raises_lets_none_of_a_request_wait():
     simulation.check_idle()
 
 
+def test_a_launch_that_raises_leaves_no_known_page():
+    loop = make_loop(FakeAdapters())
+    prompt = list(range(40))
+    loop.add([sequence := make_sequence(prompt, page_size=16)])
+
+    def launch(*operands):
+        raise RuntimeError("no room")
+
+    loop._runner.launch, launch = launch, loop._runner.launch
+    with pytest.raises(RuntimeError, match="no room"):
+        loop.step()
+    digests, weights = sequence.page_digests, sequence.weights
+    assert len(digests) == 2 and loop.pages.num_known(digests, 2, weights) == 0
+    loop.reset()
+    loop._runner.launch = launch
+    loop.add([again := make_sequence(prompt, page_size=16)])
+    loop.step()
+    assert loop.pages.num_known(again.page_digests, 2, again.weights) == 2
+
+
 def test_deadlines_are_looked_at_one_by_one(monkeypatch):
     loop = make_loop(FakeAdapters())
     many = [

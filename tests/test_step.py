@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from punica_jax.batch import Batch, Buckets
+from punica_jax.batch import Batch, Bucket, Buckets
 from punica_jax.chunk import Chunk
 from punica_jax.models import (
     MODULE_GROUPS,
@@ -21,6 +21,7 @@ from punica_jax.models import (
     slot_tables,
 )
 from punica_jax.pallas_kernels import segment_metadata
+from punica_jax.step import run_step
 from tests.adapter_cases import write_pages
 from tests.tiny_checkpoint import CONFIG
 
@@ -62,23 +63,8 @@ def run(model):
     """A jitted step that returns logits `[seqs, vocab]` and the cache."""
 
     def step(model, cache, pools, batch, implementation):
-        rows = batch.tokens.shape[0]
-        attend = CachedAttention(
-            cache, batch.seqs, rows, batch.max_query_len, implementation
-        )
-        segments = segment_metadata(
-            batch.slots, num_slots=pools.num_slots, implementation=implementation
-        )
-        positions = batch.seqs.positions(rows)
-        hidden = model(
-            batch.tokens,
-            positions,
-            attend,
-            pools,
-            segments,
-            implementation=implementation,
-        )
-        return model.logits(hidden[batch.logit_rows]), attend.cache
+        result = run_step(model, cache, pools, batch, implementation=implementation)
+        return result.logits, result.cache
 
     jitted = jax.jit(step, static_argnums=4)
 
@@ -190,3 +176,44 @@ def test_chunks_of_a_prompt_equal_the_whole(baseline, run, checkpoint):
         logits, cache = run(cache, pools, [part], implementation)
         start = end
     np.testing.assert_allclose(logits[0], expected[0][2], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("has_adapters", [True, False])
+@pytest.mark.parametrize(
+    ("lengths", "bucket"),
+    [
+        pytest.param([20], Bucket(32, 1, 32), id="one"),
+        pytest.param([9, 2], Bucket(32, 4, 32), id="two, and two idle ones"),
+        pytest.param([3, 17, 1, 5], Bucket(32, 4, 32), id="four"),
+        pytest.param([2, 1], Bucket(4, 4, 4), id="as many sequences as rows"),
+        pytest.param([2], Bucket(2, 4, 2), id="more sequences than rows"),
+        pytest.param([1, 1, 1], Bucket(4, 4, 1), id="decode"),
+    ],
+)
+def test_logits_are_those_of_the_whole_model(
+    model, checkpoint, lengths, bucket, has_adapters
+):
+    """Whatever a step leaves out behind the last attention changes none of them."""
+    chunks = [
+        chunk([7 + i, *range(length - 1)], length, [2 * i, 2 * i + 1], i % 3)
+        for i, length in enumerate(lengths)
+    ]
+    batch = jax.tree.map(jnp.asarray, Batch.of(chunks, bucket, pages_per_seq=3))
+    cache = KvCache.zeros(CONFIG, KV_PAGES, PAGE_SIZE)
+    pools = make_pools(checkpoint, SLOTS, PAGES) if has_adapters else None
+
+    @jax.jit
+    def whole(cache):
+        attend = CachedAttention(cache, batch.seqs, bucket.rows, bucket.max_query_len)
+        segments = None
+        if pools is not None:
+            segments = segment_metadata(batch.slots, num_slots=pools.num_slots)
+        positions = batch.seqs.positions(bucket.rows)
+        hidden = model(batch.tokens, positions, attend, pools, segments)
+        return model.logits(hidden)[batch.logit_rows]
+
+    wanted = np.asarray(whole(cache))[: len(chunks)]
+    result = jax.jit(run_step)(model, cache, pools, batch)
+    got = np.asarray(result.logits)[: len(chunks)]
+    np.testing.assert_allclose(got, wanted, rtol=2e-5, atol=2e-5)
+    np.testing.assert_array_equal(result.likely[: len(chunks)], wanted.argmax(1))

@@ -52,10 +52,14 @@ _BY_NAME = (
     ("base products", r"nvjet|gemm|cublas|cutlass|splitK|matmul"),
 )
 # By the innermost function of ours that made a part of it; the first group of which it
-# has a part wins: a product with something fused to it is a product.
+# has a part wins: a product with something fused to it is a product. All that is
+# `lora_normed`'s own is the call of the norm.
 _BY_FUNCTION = (
     ("shrink", r"\bshrink$"),
-    ("expand", r"\b(expand|_?lora|lora_\w+|gather_lora|launch_\w+|Stack\.add)$"),
+    (
+        "expand",
+        r"\b(expand|_?lora|lora_(?!normed)\w+|gather_lora|launch_\w+|Stack\.add)$",
+    ),
     ("attention", r"\b(paged_attention|_attend|\w*_attention)$"),
     ("base products", r"\b(matmul_rows|linear|LoraLinear\.__call__|Llama\.logits)$"),
     ("cache writes", r"\b(CachedAttention\.\w+|SeqTable\.\w+|store_rows)$"),
@@ -63,7 +67,7 @@ _BY_FUNCTION = (
     ("segments", r"\bsegment_metadata\b"),
     (
         "norms and rotary",
-        r"\b(rms_norm|RMSNorm\.__call__|rotate|rotary|rotary_tables)$",
+        r"\b(rms_norm|RMSNorm\.__call__|lora_normed|rotate|rotary|rotary_tables)$",
     ),
     (OTHER, r"\bgated$"),
 )

@@ -42,6 +42,7 @@ def test_what_runs_beside_or_inside_another_counts_once():
         ("gemm_fusion_dot_3", (), "base products"),
         ("fusion_7", ("matmul_rows", "LoraLinear.__call__"), "base products"),
         ("fusion_8", ("RMSNorm.__call__", "DecoderLayer.heads"), "norms and rotary"),
+        ("fusion_8", ("lora_normed", "DecoderLayer._after"), "norms and rotary"),
         ("fusion_9", ("rotate", "DecoderLayer.heads"), "norms and rotary"),
         ("fusion", ("_store", "CachedAttention._store"), "cache writes"),
         ("fusion", ("CachedAttention._store",), "cache writes"),

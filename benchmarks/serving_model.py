@@ -27,10 +27,11 @@ from punica_jax.engine_request import EngineRequest
 from punica_jax.engine_thread import EngineThread
 from punica_jax.loop import StepLoop
 from punica_jax.policies import FirstComeFirstServed, Policy
+from punica_jax.prompts import Prompts
 from punica_jax.request import SamplingParams
 from punica_jax.residence import AdapterResidence
 from punica_jax.runner import Launched, Output, Runner
-from punica_jax.sequence import DEFAULT_TERMS, SequenceState
+from punica_jax.sequence import DEFAULT_TERMS
 from punica_jax.sizes import Sizes
 from punica_jax.stream import Piece
 from punica_jax.tokenizer import Tokenizer
@@ -204,7 +205,13 @@ class Server:
         self._bench, self._sizes, self._residence = bench, sizes, residence
         self._are_loaded = adapters is None
         self._runner = bench.runner
-        self._tokenizer = _tokenizer(bench.config.vocab_size)
+        self._prompts = Prompts(
+            _tokenizer(bench.config.vocab_size),
+            residence.__getitem__,
+            bench.config.vocab_size,
+            sizes.max_model_len,
+            sizes.page_size,
+        )
         self.loop = StepLoop(bench.runner, sizes, adapters or residence, policy)
         self.thread = EngineThread(
             self.loop, residence, _MAX_WAITING, awake or queue.SimpleQueue()
@@ -221,17 +228,12 @@ class Server:
         """Answer one request, whole; what it waited for is among `answers` sooner."""
         fresh: list[Piece | Exception] = []
         sampling = SamplingParams(max_new_tokens=request.num_new, ignore_eos=True)
-        sequence = SequenceState(
-            index=0,
-            prompt_index=0,
-            sample_index=0,
-            prompt=request.prompt(self._bench.config.vocab_size),
-            adapter=request.adapter,
-            sampling=sampling,
-            tokenizer=self._tokenizer,
-            max_model_len=self._sizes.max_model_len,
-            page_size=self._sizes.page_size,
-            on_token=lambda index, text: fresh.append(Piece(index, text)),
+        [sequence] = await self._prompts.sequences_of_one(
+            request.prompt(self._bench.config.vocab_size),
+            request.adapter,
+            sampling,
+            lambda index, text: fresh.append(Piece(index, text)),
+            default=sampling,
         )
         name = f"request {request.number}"
         asked = EngineRequest(name, [sequence], sampling, DEFAULT_TERMS, fresh)

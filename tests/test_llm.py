@@ -528,6 +528,16 @@ def test_capacity(llm, checkpoint, tmp_path):
     assert sorted(llm.adapters) == ["a", "b", "c"]
 
 
+def test_token_ids_may_be_numpys(llm):
+    ids = [5, 263, 0]
+    mixed = [np.int64(5), 263, np.uint8(0)]
+    got = llm.generate([ids, np.asarray(ids, np.int32), mixed], None, GREEDY)
+    assert len({one.token_ids for one in got}) == 1
+    for one in got:
+        assert one.prompt_token_ids == tuple(ids)
+        assert {type(token) for token in one.prompt_token_ids} == {int}
+
+
 @pytest.mark.parametrize(
     ("prompts", "adapters", "sampling", "message"),
     [
@@ -543,6 +553,8 @@ def test_capacity(llm, checkpoint, tmp_path):
         ([[1.5]], None, None, r"prompt 0 has token 1.5; tokens must be integers"),
         ([["1"]], None, None, "prompt 0 has token '1'"),
         ([[True]], None, None, "prompt 0 has token True"),
+        ([[5, False]], None, None, "prompt 0 has token False"),
+        ([[5], np.asarray([5, 264])], None, None, "prompt 1 has token .*264"),
         ([b"hi"], None, None, "prompt 0 must be a text or a list of token ids"),
         (["a", None], None, None, "prompt 1 must be a text .* got None"),
         (

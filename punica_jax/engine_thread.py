@@ -122,7 +122,9 @@ class EngineThread:
         """Hand a request to the engine's thread, and yield what comes of it."""
         left = len(request.sequences)
         try:
-            await self.ask(self.requests.begin, request)
+            # Nobody asks whether it has begun: a burst's answers to that would keep the
+            # interpreter's lock from the thread while it should launch their step.
+            self.do(self._begin, request)
             while left:
                 for item in await request.news.get():
                     if isinstance(item, Exception):
@@ -249,6 +251,14 @@ class EngineThread:
             return True
         # Nobody could sit down: no other row would have to wait for the copy, too.
         return self.residence.hasten()
+
+    def _begin(self, request: EngineRequest) -> None:
+        try:
+            self.requests.begin(request)
+        except Exception as error:
+            fresh: list[Piece | Exception] = [error]
+            with contextlib.suppress(RuntimeError):  # nobody listens any more
+                request.loop.call_soon_threadsafe(request.news.put_nowait, fresh)
 
     def _do_commands(self) -> int:
         num_commands = len(self._commands)

@@ -4,8 +4,8 @@ Plain numpy on the host. Knows tokens, pages, slots and seats as numbers; nothin
 requests, text or the model.
 """
 
+import array
 import dataclasses
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -138,9 +138,12 @@ class Batch:
         bounds = np.full(bucket.seqs + 1, sum(lengths), np.int32)
         bounds[: used + 1] = np.cumsum([0, *lengths])
         kv_lens = np.zeros(bucket.seqs, np.int32)
-        # Whole lists: an assignment for each row is most of a step's host time.
-        num_rows = bounds[used]
-        tokens[:num_rows] = list(itertools.chain(*(chunk.tokens for chunk in chunks)))
+        # All rows at a time: an assignment for each is most of a step's host time.
+        flat = array.array("i")
+        for chunk in chunks:
+            flat.extend(chunk.tokens)
+        num_rows = len(flat)
+        tokens[:num_rows] = flat
         slots[:num_rows] = np.repeat(
             np.array([chunk.slot for chunk in chunks], np.int32), lengths
         )

@@ -13,7 +13,9 @@ import hashlib
 from collections.abc import Hashable, Sequence
 
 
-def extend_digests(digests: list[bytes], tokens: Sequence[int], page_size: int) -> None:
+def extend_digests(
+    digests: list[bytes], tokens: "array.array[int]", page_size: int
+) -> None:
     """Add a digest for each full page that has none yet: a hash chain.
 
     A page's digest is of its tokens and of the digest before it, and so of all tokens
@@ -22,13 +24,13 @@ def extend_digests(digests: list[bytes], tokens: Sequence[int], page_size: int) 
 
     Args:
       digests: of the first pages of `tokens`; more are appended.
-      tokens: each from 0 to 2**31 - 1.
+      tokens: of type code "i", all of them.
       page_size: tokens of a page.
     """
     for start in range(
         len(digests) * page_size, len(tokens) - page_size + 1, page_size
     ):
-        page = array.array("i", tokens[start : start + page_size]).tobytes()
+        page = tokens[start : start + page_size].tobytes()
         before = digests[-1] if digests else b""
         digests.append(hashlib.blake2b(before + page, digest_size=32).digest())
 

@@ -3,6 +3,7 @@
 Plain Python; knows one sequence's numbers and text, nothing of batches or devices.
 """
 
+import array
 import functools
 import logging
 import secrets
@@ -114,10 +115,10 @@ class SequenceState:
         self.num_prompt = len(prompt)
         room = max_model_len - self.num_prompt
         self.max_len = self.num_prompt + min(sampling.max_new_tokens, room)
-        self._tokens = prompt
+        self._tokens = array.array("i", prompt)  # a step copies its slices
         self._page_size = page_size
         self.page_digests: list[bytes] = []
-        extend_digests(self.page_digests, prompt, page_size)
+        extend_digests(self.page_digests, self._tokens, page_size)
         self._num_pending = 0  # tokens that steps in flight will give
         self._logprobs: list[TokenLogprobs] = []
         self._prompt_logprobs: list[TokenLogprobs | None] = [None]
@@ -145,7 +146,7 @@ class SequenceState:
     @property
     def new_tokens(self) -> list[int]:
         """The tokens that came after the prompt, as far as they are known."""
-        return self._tokens[self.num_prompt :]
+        return self._tokens[self.num_prompt :].tolist()
 
     @property
     def num_known_cached(self) -> int:
@@ -199,7 +200,7 @@ class SequenceState:
         tokens = self._tokens[start:end]
         is_kept = len(tokens) < rows
         if is_kept:
-            tokens = [*tokens, 0]
+            tokens.append(0)
         assert len(tokens) == rows, (rows, len(tokens))
         targets: Sequence[int] = ()
         if self.wants_prompt_logprobs:
@@ -245,8 +246,7 @@ class SequenceState:
         self._prompt_logprobs += prompt_logprobs
         if chunk.ends:
             self.newest_token_s = time.monotonic()
-            if self.first_token_s is None:
-                self.first_token_s = self.newest_token_s
+            self.first_token_s = self.first_token_s or self.newest_token_s
             self._guard(self._take, token, logprobs)
 
     def replay(self, sample: SampleState) -> None:

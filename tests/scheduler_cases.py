@@ -459,7 +459,7 @@ class Simulation:
         if sequence.finish_reason in ("stop", "length"):
             assert sequence.new_tokens == alone
             logprobs = sequence.completion().prompt_logprobs or (None,)
-            prompt = sequence.tokens[: sequence.num_prompt]
+            prompt = list(sequence.tokens[: sequence.num_prompt])
             told = [-entry.logprob for entry in logprobs if entry is not None]
             assert told == prompt[1:] or sequence.sampling.prompt_logprobs is None
         else:

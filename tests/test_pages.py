@@ -1,5 +1,6 @@
 """KV pages under any order of taking, sharing and giving back."""
 
+import array
 import time
 
 import pytest
@@ -20,7 +21,7 @@ SIZE = 2
 
 def digests_of(tokens):
     digests = []
-    extend_digests(digests, tokens, SIZE)
+    extend_digests(digests, array.array("i", tokens), SIZE)
     return digests
 
 
@@ -211,7 +212,7 @@ def test_a_page_stands_for_all_tokens_up_to_its_end():
     # Nor do two tokens' bytes run into each other.
     assert digests_of([1, 0]) != digests_of([0, 1]) != digests_of([256, 0])
     grown = digests_of([1, 2, 3])
-    extend_digests(grown, [1, 2, 3, 4, 5], SIZE)
+    extend_digests(grown, array.array("i", [1, 2, 3, 4, 5]), SIZE)
     assert grown == digests
 
 

@@ -20,13 +20,15 @@ def pallas_call(
 
     With it a loop counts and a sum adds in 64 bits, while rows, slots and pages have
     32: those do not mix. What it returns varies over a mesh's axes as its operands do,
-    see `varying_alike`.
+    see `varying_alike`. It has no derivative, and says so: functions that have one have
+    a rule of their own.
     """
 
     def narrow(*refs: Any) -> None:
         with _LIBRARY.enable_x64(False):
             kernel(*refs)
 
+    @jax.custom_jvp
     def launch(*operands: Any) -> Any:
         operands = varying_alike(*operands)
         axes = _LIBRARY.typeof(operands[0]).manual_axis_type
@@ -35,7 +37,16 @@ def pallas_call(
         )
         return pl.pallas_call(narrow, out_shape=shapes, **options)(*operands)
 
+    launch.defjvp(_refuse)
     return launch
+
+
+def _refuse(*_: Any) -> Any:
+    raise NotImplementedError(
+        "a kernel has no derivative, and was asked for one: lora's functions and norms "
+        "have first derivatives only, paged attention has none; with "
+        "implementation='xla' jax.grad can be applied again"
+    )
 
 
 def varying_alike(*operands: Any) -> tuple[Any, ...]:

@@ -36,6 +36,15 @@ def straight_lines(jaxpr: core.Jaxpr):
     return found
 
 
+def kernels(jaxpr: core.Jaxpr):
+    """Yield a program's launches in order; each is within its refusal of derivatives."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "pallas_call":
+            yield eqn
+        elif eqn.primitive.name == "custom_jvp_call":
+            yield from kernels(eqn.params["call_jaxpr"].jaxpr)
+
+
 def launch(form: str, max_pages: int):
     modules = {"expand": 1, "gated": 2, "rotary": 3}[form]
     pool = LoraPool(
@@ -64,7 +73,7 @@ def launch(form: str, max_pages: int):
     x = jnp.zeros((ROWS, 128), jnp.bfloat16)
     y = jnp.zeros((ROWS, modules * WIDTH), jnp.bfloat16)
     jaxpr = jax.make_jaxpr(run)(x, y, jnp.zeros(ROWS, jnp.int32)).jaxpr
-    *_, call = (eqn for eqn in jaxpr.eqns if eqn.primitive.name == "pallas_call")
+    *_, call = kernels(jaxpr)
     return call.params["jaxpr"]
 
 

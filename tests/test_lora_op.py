@@ -126,6 +126,33 @@ def test_gradients_against_finite_differences():
     check_grads(loss, arrays[:4], order=1, modes=("rev",), atol=2e-2, rtol=2e-2)
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_second_derivatives_are_right_or_refused(implementation):
+    rng = np.random.default_rng(0)
+    y, x, a, b = (
+        jnp.asarray(rng.standard_normal(shape), jnp.float32)
+        for shape in ((5, 24), (5, 16), (2, 4, 16), (2, 24, 4))
+    )
+    slots = jnp.array([1, 0, 1, -1, 0], jnp.int32)
+
+    def ours(x):
+        return pj.lora(y, x, a, b, slots, implementation=implementation)
+
+    def dense(x):
+        product = jnp.einsum("ni,nri,nor->no", x, a[slots], b[slots])
+        return y + jnp.where((slots >= 0)[:, None], product, 0)
+
+    def twice(layer):
+        first = jax.grad(lambda x: (layer(x) ** 3).sum())
+        return jax.grad(lambda x: jnp.square(first(x)).sum())(x)
+
+    if implementation != "xla":
+        with pytest.raises(NotImplementedError, match="have first derivatives only"):
+            twice(ours)
+    else:
+        np.testing.assert_allclose(twice(ours), twice(dense), rtol=1e-3)
+
+
 @pytest.mark.parametrize("implementation", ["xla", INTERPRET_GRID, GPU])
 def test_gradients_of_modules_with_own_ranks(implementation):
     # NaN in free pages and ranks that an adapter lacks must not reach a gradient.

@@ -3,6 +3,8 @@
 Knows names and the engine's thread; files are the business of `adapter_sources`.
 """
 
+import asyncio
+
 from punica_jax.adapter_sources import AdapterSources, Reader
 from punica_jax.engine_thread import EngineThread
 from punica_jax.request import check_flag
@@ -30,8 +32,19 @@ class AdapterFinder:
         """Take note that a name that was unloaded is wanted again."""
         self._unloaded.discard(name)
 
-    async def unload(self, name: str, *, cancel: bool) -> Version:
-        """Have the thread unload an adapter, and never find it again.
+    async def pin(self, name: str, is_pinned: bool) -> None:
+        """Have the thread pin an adapter, known or to be found, or let it go.
+
+        Raises:
+          UnknownAdapterError: no adapter has that name.
+          ValueError: `is_pinned` is neither True nor False.
+        """
+        check_flag("is_pinned", is_pinned)
+        self.find(name)
+        await self._thread.ask(self._residence.pin, name, is_pinned)
+
+    async def unload(self, name: str, *, cancel: bool) -> None:
+        """Have the thread unload an adapter, never to be found again; wait until it is.
 
         Args:
           name: the adapter's, known or to be found.
@@ -44,7 +57,8 @@ class AdapterFinder:
         check_flag("cancel", cancel)
         self.find(name)
         can_be_found = self._sources.find(name) is not None
-        return await self._thread.ask(self._unload, name, cancel, can_be_found)
+        unload = self._thread.ask(self._unload, name, cancel, can_be_found)
+        await asyncio.wrap_future((await unload).gone)
 
     def _unload(self, name: str, cancel: bool, can_be_found: bool) -> Version:
         version = self._thread.requests.unload(name, cancel)

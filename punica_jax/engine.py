@@ -4,7 +4,6 @@ Knows requests, names of adapters and texts; what a step is and who sits where i
 loop's business, and where adapters are the residence's.
 """
 
-import asyncio
 import contextlib
 import functools
 import logging
@@ -303,9 +302,9 @@ class Engine:
 
         Raises:
           UnknownAdapterError: no adapter has that name.
+          ValueError: `cancel` is neither True nor False.
         """
-        version = await self._finder.unload(name, cancel=cancel)
-        await asyncio.wrap_future(version.gone)
+        await self._finder.unload(name, cancel=cancel)
 
     async def pin_adapter(self, name: str, is_pinned: bool = True) -> None:
         """Bring an adapter to the device and keep it there, or let it go again.
@@ -318,9 +317,9 @@ class Engine:
 
         Raises:
           UnknownAdapterError: no adapter has that name.
+          ValueError: `is_pinned` is neither True nor False.
         """
-        self._finder.find(name)
-        await self._thread.ask(self._residence.pin, name, is_pinned)
+        await self._finder.pin(name, is_pinned)
 
     def encode_chat(
         self, messages: Sequence[Any], **options: Unpack[ChatOptions]

@@ -37,7 +37,7 @@ def straight_lines(jaxpr: core.Jaxpr):
 
 
 def kernels(jaxpr: core.Jaxpr):
-    """Yield a program's launches in order; each is within its refusal of derivatives."""
+    """Yield a program's launches; each is within its refusal of derivatives."""
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "pallas_call":
             yield eqn

@@ -202,7 +202,7 @@ class Server:
         """
         assert isinstance(bench.runner, WatchedRunner)
         bench.runner.watch()
-        self._bench, self._sizes, self._residence = bench, sizes, residence
+        self._bench, self._residence = bench, residence
         self._are_loaded = adapters is None
         self._runner = bench.runner
         self._prompts = Prompts(
@@ -226,6 +226,7 @@ class Server:
 
     async def answer(self, request: Request) -> Answer:
         """Answer one request, whole; what it waited for is among `answers` sooner."""
+        asked_s, answer = time.monotonic(), None
         fresh: list[Piece | Exception] = []
         sampling = SamplingParams(max_new_tokens=request.num_new, ignore_eos=True)
         [sequence] = await self._prompts.sequences_of_one(
@@ -240,7 +241,6 @@ class Server:
         tier = None
         if request.adapter is not None and self._are_loaded:
             tier = self._residence[request.adapter].tier
-        asked_s, answer = time.monotonic(), None
         async for piece in self.thread.answers(asked):
             if answer is None:
                 answer = Answer(

@@ -4,7 +4,6 @@ Plain numpy on the host. Knows tokens, pages, slots and seats as numbers; nothin
 requests, text or the model.
 """
 
-import array
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -139,11 +138,9 @@ class Batch:
         bounds[: used + 1] = np.cumsum([0, *lengths])
         kv_lens = np.zeros(bucket.seqs, np.int32)
         # All rows at a time: an assignment for each is most of a step's host time.
-        flat = array.array("i")
-        for chunk in chunks:
-            flat.extend(chunk.tokens)
-        num_rows = len(flat)
-        tokens[:num_rows] = flat
+        num_rows = bounds[used]
+        told = b"".join([chunk.tokens for chunk in chunks])
+        tokens[:num_rows] = np.frombuffer(told, np.int32)
         slots[:num_rows] = np.repeat(
             np.array([chunk.slot for chunk in chunks], np.int32), lengths
         )

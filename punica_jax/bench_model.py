@@ -4,6 +4,7 @@ For `punica-jax bench` and the repository's `benchmarks/`. Knows shapes, ranks a
 nothing of requests, text or files.
 """
 
+import array
 import dataclasses
 import functools
 import math
@@ -194,11 +195,11 @@ class BenchModel:
           query_len: rows of a chunk, 1 to `context`: 1 is decode, more are prefill.
           first_seq: they are sequences `first_seq` and on, each with pages of its own.
         """
-        rng = np.random.default_rng(0)
+        rng, vocab_size = np.random.default_rng(0), self.config.vocab_size
         per_seq = self._pages_per_seq
         chunks = [
             Chunk(
-                tokens=rng.integers(self.config.vocab_size, size=query_len).tolist(),
+                tokens=array.array("i", rng.integers(vocab_size, size=query_len)),
                 kv_len=context,
                 pages=range(i * per_seq, (i + 1) * per_seq),
                 slot=int(slot),

@@ -3,6 +3,7 @@
 Plain numbers; knows nothing of where they come from.
 """
 
+import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -11,7 +12,8 @@ class Chunk(NamedTuple):
     """The rows that one sequence has in a step.
 
     Attributes:
-      tokens: the rows' tokens; any number stands for one that the seat keeps.
+      tokens: the rows' tokens, of type code "i"; any number stands for one that the
+        seat keeps.
       kv_len: tokens of the sequence, these included.
       pages: its KV pages, in order, enough for `kv_len`.
       slot: its adapter's slot, -1 for none.
@@ -24,7 +26,7 @@ class Chunk(NamedTuple):
         log-probabilities are wanted.
     """
 
-    tokens: Sequence[int]
+    tokens: "array.array[int]"
     kv_len: int
     pages: Sequence[int]
     slot: int

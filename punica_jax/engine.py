@@ -9,7 +9,6 @@ import functools
 import logging
 import os
 import queue
-import uuid
 import weakref
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from types import MappingProxyType
@@ -355,5 +354,4 @@ class Engine:
             default=self.default_sampling,
             terms=terms,
         )
-        name = f"request {uuid.uuid4()}" if name is None else name
         return EngineRequest(name, sequences, sequences[0].sampling, terms, fresh)

@@ -6,6 +6,8 @@ Knows its sequences and the asker's event loop; nothing of steps.
 import asyncio
 import copy
 import dataclasses
+import random
+import uuid
 from collections.abc import Sequence
 
 from punica_jax.request import RequestError, SamplingParams, Terms
@@ -13,6 +15,9 @@ from punica_jax.request_state import RequestState, SampleState
 from punica_jax.sequence import SequenceState
 from punica_jax.stats import AdapterStats
 from punica_jax.stream import Piece
+
+# Not `uuid4`: it gives the interpreter's lock away, once for each of a burst.
+_names = random.Random()
 
 
 class QueueFullError(RuntimeError):
@@ -27,7 +32,7 @@ class EngineRequest:
     """One request's sequences, and the way back to whoever asked.
 
     Attributes:
-      name: its id.
+      name: its id; made where none is given.
       sequences: one for each completion.
       loop: the asker's event loop.
       fresh: what has come and is not handed over.
@@ -35,12 +40,14 @@ class EngineRequest:
 
     def __init__(
         self,
-        name: str,
+        name: str | None,
         sequences: Sequence[SequenceState],
         sampling: SamplingParams,
         terms: Terms,
         fresh: list[Piece | Exception],
     ):
+        if name is None:
+            name = f"request {uuid.UUID(int=_names.getrandbits(128), version=4)}"
         if not isinstance(name, str):
             raise ValueError(f"request_id must be a text, got {name!r}")
         self.name = name

@@ -24,9 +24,10 @@ def extend_digests(
 
     Args:
       digests: of the first pages of `tokens`; more are appended.
-      tokens: of type code "i", all of them.
+      tokens: all of the sequence's, an array of type code "i".
       page_size: tokens of a page.
     """
+    assert tokens.typecode == "i", tokens.typecode
     for start in range(
         len(digests) * page_size, len(tokens) - page_size + 1, page_size
     ):

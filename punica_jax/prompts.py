@@ -11,6 +11,8 @@ import reprlib
 from collections.abc import Callable, Mapping, Sequence, Set, Sized
 from typing import Any
 
+import numpy as np
+
 from punica_jax.request import SamplingParams, Terms, is_integer
 from punica_jax.sequence import DEFAULT_TERMS, SequenceState
 from punica_jax.tokenizer import Tokenizer
@@ -158,11 +160,12 @@ class Prompts:
                 f"{reprlib.repr(prompt)}{hint if is_integer(prompt) else ''}"
             )
         else:
-            tokens = list(prompt)
+            is_row = isinstance(prompt, np.ndarray) and prompt.ndim == 1
+            tokens = np.asarray(prompt).tolist() if is_row else list(prompt)
         if not tokens:
             raise ValueError(f"prompt {index} is empty; it needs at least one token")
         # All at once: 32 prompts of 512 tokens that come together were launched 10 ms
-        # later where each was looked at by itself, as NumPy's integers are.
+        # later where each token was looked at by itself.
         are_ints = set(map(type, tokens)) == {int}
         if not (are_ints and min(tokens) >= 0 and max(tokens) < self._vocab_size):
             for token in tokens:
@@ -177,7 +180,7 @@ class Prompts:
                 f"new one: max_model_len is {self._max_model_len}; shorten it or raise "
                 "max_model_len"
             )
-        return tokens if are_ints else [int(token) for token in tokens]
+        return [int(token) for token in tokens] if not are_ints else tokens
 
 
 def _check_callback(on_token: Any) -> None:

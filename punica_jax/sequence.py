@@ -6,7 +6,7 @@ Plain Python; knows one sequence's numbers and text, nothing of batches or devic
 import array
 import functools
 import logging
-import secrets
+import random
 import time
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -27,6 +27,8 @@ from punica_jax.transcript import TokenCallback, Transcript
 
 DEFAULT_TERMS = Terms()
 _log = logging.getLogger(__name__)
+# Not `secrets`: it gives the interpreter's lock away, once for each of a burst.
+_seeds = random.Random()
 
 
 class SequenceState:
@@ -102,9 +104,8 @@ class SequenceState:
         self.seated_s: float | None = None
         self.first_token_s: float | None = None
         self.newest_token_s: float | None = None
-        self.terms = terms
-        self.sampling = sampling
-        seed = secrets.randbits(32) if sampling.seed is None else int(sampling.seed)
+        self.terms, self.sampling = terms, sampling
+        seed = _seeds.getrandbits(32) if sampling.seed is None else int(sampling.seed)
         self.seed = (seed + sample_index) & MAX_SEED
         self._eos = frozenset() if sampling.ignore_eos else tokenizer.eos_token_ids
         self.stop_ids = self._eos | frozenset(sampling.stop_token_ids or ())
@@ -140,7 +141,7 @@ class SequenceState:
 
     @property
     def tokens(self) -> Sequence[int]:
-        """The prompt's tokens and the new ones, as far as they are known."""
+        """The prompt's tokens and the new ones, as far as known; keep copies alone."""
         return self._tokens
 
     @property
@@ -188,8 +189,7 @@ class SequenceState:
         """Give up the seat and what the cache holds; all of it is computed again."""
         assert not self.num_in_flight, "a step still writes to its pages"
         self.seat, self.pages, self.num_cached, self._slot = -1, (), 0, -1
-        self.num_published = 0
-        self.has_drawn = False
+        self.num_published, self.has_drawn = 0, False
         if self.wants_prompt_logprobs:
             self._prompt_logprobs = [None]
 

@@ -4,6 +4,7 @@ Knows nothing of models, devices, JAX or chat templates: it reads `tokenizer.jso
 through the `tokenizers` library and the stop ids beside it.
 """
 
+import functools
 import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -149,6 +150,7 @@ class Tokenizer:
             return None
         return self._tokenizer.id_to_token(token_id)
 
+    @functools.cached_property
     def decoder_fields(self) -> Mapping[str, Any] | None:
         """The file's "decoder" section: how tokens become text; None without one."""
         decoder = self._tokenizer.decoder
@@ -186,7 +188,7 @@ class Detokenizer:
             prompt: the ids that the text follows.
         """
         self._tokenizer = tokenizer
-        self._stages = streaming_stages(tokenizer.decoder_fields())
+        self._stages = streaming_stages(tokenizer.decoder_fields)
         # What decoders know of a text before them, its last token tells.
         texts = (one for one in reversed(prompt) if tokenizer.token(one) is not None)
         self._before = list(itertools.islice(texts, 1))

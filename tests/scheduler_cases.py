@@ -55,9 +55,7 @@ class FakeTokenizer:
     """As much of a tokenizer as a sequence needs."""
 
     eos_token_ids = frozenset({STOP})
-
-    def decoder_fields(self):
-        return None
+    decoder_fields = None
 
     def token(self, token_id):
         return str(token_id)

@@ -1,3 +1,4 @@
+import array
 import functools
 from typing import Any, cast
 
@@ -13,6 +14,10 @@ from punica_jax.batch import BLOCK_ROWS, Batch, Bucket, Buckets, Wanted
 from punica_jax.chunk import Chunk
 from punica_jax.packing import pack, unpack
 from punica_jax.runner import Runner
+
+
+def ints(values) -> "array.array[int]":
+    return array.array("i", values)
 
 
 def test_default_programs_are_few(checkpoint, monkeypatch):
@@ -49,7 +54,7 @@ def test_every_choice_is_listed_and_large_enough(max_seqs, max_rows, data):
     seqs = data.draw(st.integers(1, max_seqs))
     rows = data.draw(st.integers(seqs, max_rows))
     lengths = [rows - seqs + 1] + [1] * (seqs - 1)
-    chunks = [Chunk(tokens=[0] * n, kv_len=n, pages=[], slot=-1) for n in lengths]
+    chunks = [Chunk(tokens=ints([0] * n), kv_len=n, pages=[], slot=-1) for n in lengths]
     bucket = buckets.of(chunks)
     assert bucket in set(buckets)
     assert bucket.rows >= rows and bucket.seqs >= seqs
@@ -81,7 +86,7 @@ def test_a_step_takes_over_its_state_and_gives_one_array(llm, draws, logprobs):
 
 def test_layout():
     def chunk(tokens, kv_len, pages, slot):
-        return Chunk(tokens=tokens, kv_len=kv_len, pages=pages, slot=slot)
+        return Chunk(tokens=ints(tokens), kv_len=kv_len, pages=pages, slot=slot)
 
     batch = Batch.of(
         [chunk([7, 8, 9], 5, [3], 1), chunk([4], 20, [0, 2], -1)],
@@ -100,7 +105,7 @@ def test_layout():
 
 
 def test_packing_is_exact():
-    chunk = Chunk(tokens=[7, 8], kv_len=2, pages=[1], slot=-1)
+    chunk = Chunk(tokens=ints([7, 8]), kv_len=2, pages=[1], slot=-1)
     batch = Batch.of([chunk] * 3, Bucket(8, 4, 8), pages_per_seq=2)
     packed, layout = pack(batch)
     assert packed.dtype == np.int32 and packed.ndim == 1
@@ -120,7 +125,7 @@ def test_a_batch_without_chunks_is_idle():
 
 
 def test_nothing_is_wanted_of_plain_chunks():
-    chunks = [Chunk(tokens=[7, 8], kv_len=2, pages=[1], slot=-1)] * 3
+    chunks = [Chunk(tokens=ints([7, 8]), kv_len=2, pages=[1], slot=-1)] * 3
     wanted = Wanted.of(chunks, Bucket(8, 4, 8))
     assert (wanted.rows, wanted.logprobs, wanted.targets) == (None, False, {})
 
@@ -128,9 +133,9 @@ def test_nothing_is_wanted_of_plain_chunks():
 def test_what_is_wanted_is_laid_out_by_row():
     long = range(100, 100 + BLOCK_ROWS)
     chunks = [
-        Chunk(tokens=[1], kv_len=9, pages=[1], slot=-1, seat=3, draws=True),
-        Chunk(tokens=long, kv_len=80, pages=[1], slot=-1, targets=list(long)),
-        Chunk(tokens=[5, 6], kv_len=2, pages=[2], slot=-1, wants_logprobs=True),
+        Chunk(tokens=ints([1]), kv_len=9, pages=[1], slot=-1, seat=3, draws=True),
+        Chunk(tokens=ints(long), kv_len=80, pages=[1], slot=-1, targets=list(long)),
+        Chunk(tokens=ints([5, 6]), kv_len=2, pages=[2], slot=-1, wants_logprobs=True),
     ]
     wanted = Wanted.of(chunks, Bucket(128, 4, 128))
     assert wanted.rows is not None and wanted.logprobs

@@ -742,6 +742,24 @@ def test_an_event_loop_that_is_gone(engine, alone):
     del first, pieces
 
 
+def test_an_event_loop_that_is_gone_before_its_request_is_refused(engine, alone):
+    commands = engine._thread._commands
+
+    async def leave_both():
+        twins = [engine.generate("x", "a", LONG, request_id="it") for _ in range(2)]
+        tasks = [asyncio.create_task(completions(twin)) for twin in twins]
+        await until(lambda: len(commands) == 2)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    with held(engine):
+        run(leave_both())  # its loop is closed then, and the second one refused
+        assert len(commands) == 4
+    assert ask(engine, "hello", "a", GREEDY) == alone("hello", "a")
+    check_idle(engine)
+
+
 def test_what_has_been_served_is_counted(root):
     with make_engine(root) as engine:
         fresh = engine.stats()
@@ -844,6 +862,23 @@ def test_policies(root, alone, policy, last):
         order = finished_in_order(engine, requests)
         assert sorted(order) == list(range(12))
         assert (order.index(11) < 4) == (last is not None)
+        check_idle(engine)
+
+
+class Choosy(pj.FirstComeFirstServed):
+    """Takes nobody of one tenant."""
+
+    def add(self, sequence):
+        if sequence.terms.tenant == "unwanted":
+            raise RuntimeError("not you")
+        super().add(sequence)
+
+
+def test_what_a_policy_raises_is_its_requests_alone(root, alone):
+    with make_engine(root, policy=Choosy) as engine:
+        with pytest.raises(RuntimeError, match="not you"):
+            ask(engine, "hello", "a", GREEDY, terms=pj.Terms(tenant="unwanted"))
+        assert ask(engine, "hello", "a", GREEDY) == alone("hello", "a")
         check_idle(engine)
 
 

@@ -120,18 +120,21 @@ def test_registered_ones_can_be_named_at_once(engine, root, alone):
 def test_a_folders_adapters_are_found(root, alone, tmp_path):
     folder = tmp_path / "outer" / "adapters"
     shutil.copytree(root / "adapters" / "a", folder / "x")
+    shutil.copytree(root / "adapters" / "b", folder / "pinned")
     shutil.copytree(root / "adapters" / "b", folder.parent, dirs_exist_ok=True)
     shutil.copytree(root / "adapters" / "b", tmp_path / "beside")
     with make_engine(root, adapters_dir=folder) as engine:
         assert len(engine.adapters) == 0
         assert tokens(engine, "hello", "x", GREEDY) == alone.tokens("hello", "a")
+        run(engine.pin_adapter("pinned"))
+        run(until(lambda: engine.stats().tiers["pinned"] == "device"))
         for name in ("later", "..", "../../beside", str(folder / "x"), "x/", "./x", ""):
             with pytest.raises(pj.UnknownAdapterError, match="no adapter is named"):
                 ask(engine, "hello", name)
         shutil.copytree(root / "adapters" / "b", folder / "later")
         want = alone.tokens("hello", "b")
         assert tokens(engine, "hello", "later", GREEDY) == want
-        assert list(engine.adapters) == ["x", "later"]
+        assert list(engine.adapters) == ["x", "pinned", "later"]
         run(engine.unload_adapter("x"))
         for _ in range(2):
             with pytest.raises(pj.UnknownAdapterError, match="named 'x'; known are"):

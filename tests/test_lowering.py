@@ -1,5 +1,6 @@
 """What the kernels become for an NVIDIA GPU, seen from a machine without one."""
 
+import array
 import collections
 import functools
 import re
@@ -193,7 +194,9 @@ def whole_step(form):
         CONFIG, num_slots=4, num_pages=8, max_rank=32, dtype=jnp.bfloat16
     )
     rows = 1 if form == "decode" else 20
-    chunk = Chunk(tokens=[1] * rows, kv_len=rows, pages=[0, 1], slot=0)
+    chunk = Chunk(
+        tokens=array.array("i", [1] * rows), kv_len=rows, pages=[0, 1], slot=0
+    )
     chunks = [chunk] * 5
     batch = Batch.of(chunks, Buckets(16, 128).of(chunks), pages_per_seq=2)
     step = functools.partial(run_step, implementation="pallas_triton")

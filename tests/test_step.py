@@ -1,5 +1,6 @@
 """Promises of a whole step, bit for bit, on logits."""
 
+import array
 import dataclasses
 
 import jax
@@ -78,7 +79,7 @@ def run(model):
 
 
 def chunk(tokens, kv_len, pages, slot):
-    return Chunk(tokens=tokens, kv_len=kv_len, pages=pages, slot=slot)
+    return Chunk(tokens=array.array("i", tokens), kv_len=kv_len, pages=pages, slot=slot)
 
 
 PROMPTS = [[1, 2, 3, 4, 5], [9, 8], [7] * 17]

@@ -478,5 +478,5 @@ class TestFiles:
 )
 def test_which_chains_stream(kinds, streams):
     for kind in kinds:
-        stages = streaming_stages(_tokenizer(kind).decoder_fields())
+        stages = streaming_stages(_tokenizer(kind).decoder_fields)
         assert (stages is not None) == streams, kind

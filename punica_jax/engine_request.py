@@ -6,18 +6,15 @@ Knows its sequences and the asker's event loop; nothing of steps.
 import asyncio
 import copy
 import dataclasses
-import random
 import uuid
 from collections.abc import Sequence
 
+from punica_jax.random_bits import random_bits
 from punica_jax.request import RequestError, SamplingParams, Terms
 from punica_jax.request_state import RequestState, SampleState
 from punica_jax.sequence import SequenceState
 from punica_jax.stats import AdapterStats
 from punica_jax.stream import Piece
-
-# Not `uuid4`: it gives the interpreter's lock away, once for each of a burst.
-_names = random.Random()
 
 
 class QueueFullError(RuntimeError):
@@ -47,7 +44,7 @@ class EngineRequest:
         fresh: list[Piece | Exception],
     ):
         if name is None:
-            name = f"request {uuid.UUID(int=_names.getrandbits(128), version=4)}"
+            name = f"request {uuid.UUID(int=random_bits(128), version=4)}"
         if not isinstance(name, str):
             raise ValueError(f"request_id must be a text, got {name!r}")
         self.name = name

@@ -6,13 +6,13 @@ Plain Python; knows one sequence's numbers and text, nothing of batches or devic
 import array
 import functools
 import logging
-import random
 import time
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from punica_jax.chunk import Chunk
 from punica_jax.pages import extend_digests
+from punica_jax.random_bits import random_bits
 from punica_jax.request import (
     MAX_SEED,
     Completion,
@@ -27,8 +27,6 @@ from punica_jax.transcript import TokenCallback, Transcript
 
 DEFAULT_TERMS = Terms()
 _log = logging.getLogger(__name__)
-# Not `secrets`: it gives the interpreter's lock away, once for each of a burst.
-_seeds = random.Random()
 
 
 class SequenceState:
@@ -105,7 +103,7 @@ class SequenceState:
         self.first_token_s: float | None = None
         self.newest_token_s: float | None = None
         self.terms, self.sampling = terms, sampling
-        seed = _seeds.getrandbits(32) if sampling.seed is None else int(sampling.seed)
+        seed = random_bits(32) if sampling.seed is None else int(sampling.seed)
         self.seed = (seed + sample_index) & MAX_SEED
         self._eos = frozenset() if sampling.ignore_eos else tokenizer.eos_token_ids
         self.stop_ids = self._eos | frozenset(sampling.stop_token_ids or ())

@@ -28,6 +28,7 @@ WITHOUT_JAX = [
     "policies",
     "progress",
     "prompts",
+    "random_bits",
     "request",
     "request_state",
     "registry",

@@ -180,7 +180,7 @@ class Prompts:
                 f"new one: max_model_len is {self._max_model_len}; shorten it or raise "
                 "max_model_len"
             )
-        return [int(token) for token in tokens] if not are_ints else tokens
+        return tokens if are_ints else [int(token) for token in tokens]
 
 
 def _check_callback(on_token: Any) -> None:

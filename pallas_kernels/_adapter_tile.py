@@ -15,8 +15,10 @@ from jax.experimental import pallas as pl
 
 from punica_jax.pallas_kernels._page_tiles import (
     AdapterPages,
+    PageLanes,
     load,
     mask_of,
+    page_factor,
     page_product,
     tile_rows,
 )
@@ -82,6 +84,14 @@ class AdapterTile:
         pl.when(self.busy & single)(lambda: work(True))
         pl.when(self.busy & ~single)(lambda: work(False))
 
+    def begin_factor(
+        self, module: Any, pages: AdapterPages | None, *, single: bool
+    ) -> Callable[[], Array] | None:
+        """Begin to load v of a module's page, if it has a single one."""
+        if pages is None or not single:
+            return None
+        return self._factor(module, pages, pages.single())
+
     def begin_sums(
         self,
         y_ref: Any,
@@ -89,20 +99,19 @@ class AdapterTile:
         pages: AdapterPages | None,
         columns: Sequence[Array],
         inside: Array | None,
-        *,
-        single: bool,
+        factor: Callable[[], Array] | None,
     ) -> Callable[[], list[Array]]:
         """Begin to load some columns of the rows, and what the adapter adds to them.
 
-        Begin all that a program needs before it waits for any: see `page_product`.
+        Begin all that a block needs before it waits for any: see `page_product`.
 
         Args:
           y_ref: `[rows, d_out]`.
           module, pages: what the columns belong to.
           columns: `i32[n]` each.
           inside: `bool[1, n]`, which columns are there; None if all are.
-          single: whether the module is known to have one page. Of several each is
-            loaded when it is waited for: to hold more leaves room for fewer programs.
+          factor: what `begin_factor` gave. Of several pages each is loaded when it is
+            waited for: to hold more leaves room for fewer programs.
 
         Returns:
           What waits for the sums: `f32[block_rows, n]` each.
@@ -122,28 +131,34 @@ class AdapterTile:
             pairs = zip(ys, values, strict=True)
             return [y.astype(jnp.float32) + value for y, value in pairs]
 
-        def begin(lanes):
+        def begin(lanes, factor):
             return [
-                page_product(
-                    lanes,
-                    v_ref=self._refs[0],
-                    b_ref=self._refs[1],
-                    entry=self._entry,
-                    live=self.live,
-                    weight=self._weight,
-                    first_rank=module * (pages.max_count * RANK_PAGE),
-                    column=column,
-                    inside=inside,
-                )
+                page_product(lanes, factor, self._refs[1], column, inside)
                 for column in columns
             ]
 
-        if single:
-            ys, products = load_rows(), begin(pages.single())
+        if factor is not None:
+            ys, products = load_rows(), begin(pages.single(), factor)
             return lambda: add(ys, products)
+
+        def add_page(lanes, sums):
+            return add(sums, begin(lanes, self._factor(module, pages, lanes)))
 
         def add_pages():
             sums = [y.astype(jnp.float32) for y in load_rows()]
-            return pages.fold(lambda lanes, sums: add(sums, begin(lanes)), sums)
+            return pages.fold(add_page, sums)
 
         return add_pages
+
+    def _factor(
+        self, module: Any, pages: AdapterPages, lanes: PageLanes
+    ) -> Callable[[], Array]:
+        return page_factor(
+            lanes,
+            v_ref=self._refs[0],
+            dtype=self._refs[1].dtype,
+            entry=self._entry,
+            live=self.live,
+            weight=self._weight,
+            first_rank=module * (pages.max_count * RANK_PAGE),
+        )

@@ -7,6 +7,7 @@ form. Knows pools, segments and pages as arrays; nothing of models or sequences.
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -18,9 +19,10 @@ from jax.experimental.pallas import triton as plgpu
 from punica_jax.pallas_kernels import _sgmv
 from punica_jax.pallas_kernels._adapter_tile import AdapterTile
 from punica_jax.pallas_kernels._launch import pallas_call
-from punica_jax.pallas_kernels._page_tiles import kv_places, mask_of
+from punica_jax.pallas_kernels._page_tiles import kv_places, mask_of, walk_blocks
 from punica_jax.pallas_kernels._pool import LoraPool
 from punica_jax.pallas_kernels._segments import Segments
+from punica_jax.pallas_kernels._sgmv_config import num_walked
 
 # Rows of a tile where no adapters cut them.
 _BASE_ROWS = 16
@@ -39,8 +41,7 @@ def fused_config(width: int, dtype: Any) -> FusedConfig:
 
     8192 rows of 16 adapters, 2 x 11008 columns, take 203 us with 128 columns and four
     warps a program, 220 with 64 and two, 226 with 256; with tiles of 32 rows 224 and
-    more. A program that walks several blocks of columns gains 3 % of 2048 rows, and
-    loses a quarter at 128.
+    more.
     """
     block_n = 64 if jnp.dtype(dtype).itemsize > 2 else 128
     return FusedConfig(
@@ -104,10 +105,16 @@ def gated_expand(
     rows, width = y.shape[0], y.shape[1] // 2
     block_rows, num_tiles, operands = _tiles(shrunk, rows)
     config = config or fused_config(width, y.dtype)
+    walked = 1
+    if shrunk is not None:
+        num_blocks = pl.cdiv(width, config.block_n)
+        walked = num_walked(rows, num_blocks, shrunk.pool.page_table.shape[1])
     return pallas_call(
-        functools.partial(_gated_kernel, block_rows=block_rows, config=config),
+        functools.partial(
+            _gated_kernel, block_rows=block_rows, walked=walked, config=config
+        ),
         out_shape=jax.ShapeDtypeStruct((rows, width), y.dtype),
-        grid=(num_tiles, pl.cdiv(width, config.block_n)),
+        grid=(num_tiles, pl.cdiv(width, config.block_n * walked)),
         compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=1),
         interpret=interpret,
         name="lora_gated_expand",
@@ -118,26 +125,39 @@ def _gated_kernel(
     y_ref,  # [rows, 2 * width]
     *refs,  # of `Shrunk.operands`, or none; h_ref [rows, width]
     block_rows: int,
+    walked: int,
     config: FusedConfig,
 ):
     h_ref = refs[-1]
     width = h_ref.shape[1]
     tile = AdapterTile(refs[:-1], y_ref.shape[0], block_rows)
-    column = pl.program_id(1) * config.block_n
-    column = column + jnp.arange(config.block_n, dtype=jnp.int32)
-    inside = None if width % config.block_n == 0 else (column < width)[None, :]
+    first = pl.program_id(1) * (walked * config.block_n)
+    whole = width % (walked * config.block_n) == 0
     pages = [tile.pages(module) for module in range(2)]
 
     def multiply(single: bool) -> None:
-        halves = [
-            tile.begin_sums(y_ref, module, pages[module], [at], inside, single=single)
-            for module, at in enumerate((column, width + column))
+        factors = [
+            tile.begin_factor(module, own, single=single)
+            for module, own in enumerate(pages)
         ]
-        [gate], [up] = (half() for half in halves)
-        h = gate * lax.logistic(gate) * up
-        mask = mask_of(h.shape, tile.live[:, None], inside)
-        at = h_ref.at[tile.row[:, None], column[None, :]]
-        plgpu.store(at, h.astype(h_ref.dtype), mask=mask)
+
+        def multiply_block(i) -> None:
+            column = first + i * config.block_n
+            column = column + jnp.arange(config.block_n, dtype=jnp.int32)
+            inside = None if whole else (column < width)[None, :]
+            halves = [
+                tile.begin_sums(
+                    y_ref, module, pages[module], [at], inside, factors[module]
+                )
+                for module, at in enumerate((column, width + column))
+            ]
+            [gate], [up] = (half() for half in halves)
+            h = gate * lax.logistic(gate) * up
+            mask = mask_of(h.shape, tile.live[:, None], inside)
+            at = h_ref.at[tile.row[:, None], column[None, :]]
+            plgpu.store(at, h.astype(h_ref.dtype), mask=mask)
+
+        walk_blocks(walked, single, multiply_block)
 
     tile.when_busy(pages, multiply)
 
@@ -158,15 +178,21 @@ def rotary_expand(
     heads = y.shape[1] // head_dim - 2 * kv_heads
     block_rows, num_tiles, operands = _tiles(shrunk, rows)
     q = jax.ShapeDtypeStruct((rows, heads, head_dim), y.dtype)
+    walked = 1
+    if shrunk is not None:
+        # All of a program's heads are q's, or k's, or v's. They share cos and sin, too,
+        # and pay with several pages as well: 8192 rows of 16 adapters of rank 64 take
+        # 253 us so, and 275 by single heads.
+        walked = math.gcd(num_walked(rows, kv_heads, 1), heads, kv_heads)
     return pallas_call(
-        functools.partial(_rotary_kernel, block_rows=block_rows),
+        functools.partial(_rotary_kernel, block_rows=block_rows, walked=walked),
         out_shape=(q, jax.ShapeDtypeStruct(kv_pages.shape, kv_pages.dtype)),
-        grid=(num_tiles, heads + 2 * kv_heads),
+        grid=(num_tiles, (heads + 2 * kv_heads) // walked),
         input_output_aliases={0: 1},
-        # Two warps: 8192 rows of 16 adapters of rank 16 take as long with four, 2048 of
-        # rank 64 114 us, not 75.
+        # Two warps a head: 2048 rows of rank 64 take 114 us with four, not 75. Of four
+        # heads four: 300 us, not 317 (16384 rows of 32 adapters).
         compiler_params=plgpu.CompilerParams(
-            num_warps=4 if shrunk is None else 2, num_stages=1
+            num_warps=2 if walked == 1 and shrunk is not None else 4, num_stages=1
         ),
         interpret=interpret,
         name="lora_rotary_expand",
@@ -182,6 +208,7 @@ def _rotary_kernel(
     offset_ref,  # i32[rows]
     *refs,  # of `Shrunk.operands`, or none; q_ref [rows, heads, head_dim], kv_ref
     block_rows: int,
+    walked: int,
 ):
     del kv_in_ref
     *refs, q_ref, kv_ref = refs
@@ -189,44 +216,50 @@ def _rotary_kernel(
     num_pages, kv_heads = kv_ref.shape[1:3]
     half = head_dim // 2
     tile = AdapterTile(tuple(refs), y_ref.shape[0], block_rows)
-    head = pl.program_id(1)
+    first = pl.program_id(1) * walked
     lane = jnp.arange(max(16, pl.next_power_of_2(half)), dtype=jnp.int32)
     inside = None if half == lane.size else (lane < half)[None, :]
-    columns = [head * head_dim + lane, head * head_dim + half + lane]
-    is_kv = (head >= heads).astype(jnp.int32)
-    is_v = (head >= heads + kv_heads).astype(jnp.int32)
+    is_kv = (first >= heads).astype(jnp.int32)
+    is_v = (first >= heads + kv_heads).astype(jnp.int32)
     module = is_kv + is_v
     pages = tile.pages(module)
 
     def rotate(single: bool) -> None:
-        sums = tile.begin_sums(y_ref, module, pages, columns, inside, single=single)
+        factor = tile.begin_factor(module, pages, single=single)
         cos, sin = (tile.load(ref, lane, inside) for ref in (cos_ref, sin_ref))
         page, offset, there = kv_places(
             page_ref, offset_ref, tile.row, tile.live & (is_kv > 0), num_pages
         )
-        low, high = sums()
-        cos, sin = (value.astype(jnp.float32) for value in (cos, sin))
-        rotated = low * cos - high * sin, high * cos + low * sin
 
-        def write(ref, at, values, live):
-            mask = mask_of(low.shape, live[:, None], inside)
-            for start, value in zip((0, half), values, strict=True):
-                target = ref.at[(*at, (start + lane)[None, :])]
-                plgpu.store(target, value.astype(ref.dtype), mask=mask)
+        def rotate_head(i) -> None:
+            head = first + i
+            columns = [head * head_dim + lane, head * head_dim + half + lane]
+            sums = tile.begin_sums(y_ref, module, pages, columns, inside, factor)
+            low, high = sums()
+            c, s = (value.astype(jnp.float32) for value in (cos, sin))
+            rotated = low * c - high * s, high * c + low * s
 
-        pl.when(is_kv == 0)(
-            lambda: write(q_ref, (tile.row[:, None], head), rotated, tile.live)
-        )
+            def write(ref, at, values, live):
+                mask = mask_of(low.shape, live[:, None], inside)
+                for start, value in zip((0, half), values, strict=True):
+                    target = ref.at[(*at, (start + lane)[None, :])]
+                    plgpu.store(target, value.astype(ref.dtype), mask=mask)
 
-        @pl.when(is_kv > 0)
-        def _():
-            values = [
-                jnp.where(is_v > 0, own, turned)
-                for own, turned in zip((low, high), rotated, strict=True)
-            ]
-            kv_head = head - heads - is_v * kv_heads
-            at = is_v, page[:, None], kv_head, offset[:, None]
-            write(kv_ref, at, values, there)
+            pl.when(is_kv == 0)(
+                lambda: write(q_ref, (tile.row[:, None], head), rotated, tile.live)
+            )
+
+            @pl.when(is_kv > 0)
+            def _():
+                values = [
+                    jnp.where(is_v > 0, own, turned)
+                    for own, turned in zip((low, high), rotated, strict=True)
+                ]
+                kv_head = head - heads - is_v * kv_heads
+                at = is_v, page[:, None], kv_head, offset[:, None]
+                write(kv_ref, at, values, there)
+
+        walk_blocks(walked, single, rotate_head)
 
     tile.when_busy([pages], rotate)
 

@@ -4,6 +4,7 @@ Runs inside kernels only. Knows refs; nothing of launches.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -210,42 +211,68 @@ def module_of_block(
     return module, start, width, first
 
 
-def page_product(
+def page_factor(
     lanes: PageLanes,
     *,
     v_ref: Any,  # f32[splits, passes * rows, C * max_rank]
-    b_ref: Any,  # [layers * pages, 16, d_out]
+    dtype: Any,  # of B
     entry: Array,  # i32[block_rows], of v
     live: Array,  # bool[block_rows]
     weight: Array | None,  # f32[block_rows]
     first_rank: Array | int,  # the module's first rank in v
-    column: Array,  # i32[block_n], of B
-    inside: Array | None,  # bool[1, block_n]
 ) -> Callable[[], Array]:
-    """Begin to load a tile's v and B of some pages; return what multiplies them.
+    """Begin to load a tile's v of some pages; return what adds its splits.
 
-    The product is `f32[block_rows, block_n]`. It changes its factors' layout through
-    shared memory, behind barriers that no later load passes: what a program needs, it
-    loads before it multiplies.
+    The sum is `[block_rows, lanes]`, made once for all blocks of columns.
     """
     mask = mask_of((1, entry.size, lanes.size), live[:, None], lanes.used_columns)
     at = entry[None, :, None], lanes.columns(first_rank, v_ref.shape[2])[None, None, :]
     parts = [load(v_ref.at[(split, *at)], mask) for split in range(v_ref.shape[0])]
-    b = load(
-        b_ref.at[lanes.page, lanes.lane, column[None, :]],
-        mask_of((lanes.size, column.size), lanes.used_rows, inside),
-    )
 
-    def multiply() -> Array:
+    @functools.cache
+    def add() -> Array:
         # This reduction, over an axis of one, keeps Triton from changing the layout of
         # every load for the product that follows. (Of 32 splits that once made 80
         # barriers instead of 15, and 16.8 us instead of 10.2.)
         v = add_splits(parts).sum(axis=0)
         if weight is not None:
             v = v * weight[:, None]
-        return dot(v.astype(b.dtype), b)
+        return v.astype(dtype)
 
-    return multiply
+    return add
+
+
+def page_product(
+    lanes: PageLanes,
+    factor: Callable[[], Array],
+    b_ref: Any,  # [layers * pages, 16, d_out]
+    column: Array,  # i32[block_n], of B
+    inside: Array | None,  # bool[1, block_n]
+) -> Callable[[], Array]:
+    """Begin to load B of some pages; return what multiplies it by `page_factor`'s.
+
+    The product is `f32[block_rows, block_n]`. It changes its factors' layout through
+    shared memory, behind barriers that no later load passes: what a program needs, it
+    loads before it multiplies.
+    """
+    b = load(
+        b_ref.at[lanes.page, lanes.lane, column[None, :]],
+        mask_of((lanes.size, column.size), lanes.used_rows, inside),
+    )
+    return lambda: dot(factor(), b)
+
+
+def walk_blocks(count: int, single: bool, work: Callable[[Any], None]) -> None:
+    """Do `work(i)` for each of a program's `count` blocks of columns.
+
+    Of rows with a single page, as most have, without a loop; of the others in one, for
+    a page's loop written several times would only be longer.
+    """
+    if single or count == 1:
+        for i in range(count):
+            work(i)
+    else:
+        lax.fori_loop(0, count, lambda i, _: work(i), None)
 
 
 def mask_of(shape: tuple[int, ...], *conditions: Array | None) -> Array | None:

@@ -6,6 +6,7 @@ pools and segments as arrays; nothing of models, names or gradients.
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +21,10 @@ from punica_jax.pallas_kernels._page_tiles import (
     load,
     mask_of,
     module_of_block,
+    page_factor,
     page_product,
     tile_rows,
+    walk_blocks,
 )
 from punica_jax.pallas_kernels._pool import RANK_PAGE, LoraPool
 from punica_jax.pallas_kernels._segments import Segments
@@ -29,6 +32,7 @@ from punica_jax.pallas_kernels._sgmv_config import (
     ExpandConfig,
     ShrinkConfig,
     expand_config,
+    num_walked,
     shrink_config,
 )
 from punica_jax.pallas_kernels._shrink_tile import shrink_modules
@@ -179,7 +183,9 @@ def expand(
     adapters have one order.
     """
     config = config or expand_config(pool.d_outs, pool.dtype, pool.page_table.shape[1])
-    blocks = tuple(pl.cdiv(width, config.block_n) for width in pool.d_outs)
+    num_blocks = pl.cdiv(max(pool.d_outs), config.block_n)
+    walked = num_walked(segments.num_rows, num_blocks, pool.page_table.shape[1])
+    blocks = tuple(pl.cdiv(width, config.block_n * walked) for width in pool.d_outs)
     every = {"weights": segments.weights, "scale": scale, "bias": bias}
     for number in range(segments.num_passes):
         is_last = number == segments.num_passes - 1
@@ -194,6 +200,7 @@ def expand(
                 d_outs=pool.d_outs,
                 d_out_offsets=pool.d_out_offsets,
                 blocks=blocks,
+                walked=walked,
                 config=config,
             ),
             out_shape=jax.ShapeDtypeStruct(y.shape, y.dtype),
@@ -232,7 +239,8 @@ def _expand_kernel(
     block_rows: int,
     d_outs: tuple[int, ...],
     d_out_offsets: tuple[int, ...],
-    blocks: tuple[int, ...],
+    blocks: tuple[int, ...],  # of each module: programs of a tile
+    walked: int,  # blocks of columns of a program
     config: ExpandConfig,
 ):
     options = dict(zip(option_names, refs[:-1], strict=True))
@@ -255,53 +263,65 @@ def _expand_kernel(
 
     @pl.when(busy)
     def _():
-        within = first * config.block_n + jnp.arange(config.block_n, dtype=jnp.int32)
-        whole = all(size % config.block_n == 0 for size in d_outs)
-        inside = None if whole else (within < width)[None, :]
-        column = start + within
-        at = (row[:, None], column[None, :])
-        mask = mask_of((block_rows, column.size), live[:, None], inside)
-
         weight = None
         if "weights" in options:
             weight = load(options["weights"].at[number, entry], live)
-        product = functools.partial(
-            page_product,
+        begin_factor = functools.partial(
+            page_factor,
             v_ref=v_ref,
-            b_ref=b_ref,
+            dtype=b_ref.dtype,
             entry=number * rows_ref.shape[1] + entry,
             live=live,
             weight=weight,
             first_rank=module * max_rank,
-            column=column,
-            inside=inside,
         )
+        whole = all(size % (walked * config.block_n) == 0 for size in d_outs)
 
-        def load_option(name: str) -> Array:
-            if name == "residual":
-                return load(options[name].at[at], mask)
-            return load(options[name].at[jnp.maximum(slot, 0), column], within < width)
+        def add_block(begin: Callable[..., Any], i) -> None:
+            within = (first * walked + i) * config.block_n
+            within = within + jnp.arange(config.block_n, dtype=jnp.int32)
+            inside = None if whole else (within < width)[None, :]
+            column = start + within
+            at = (row[:, None], column[None, :])
+            mask = mask_of((block_rows, column.size), live[:, None], inside)
 
-        def write(begin: Callable[[], Callable[[], Array | float]]):
-            delta = begin()
+            def load_option(name: str) -> Array:
+                if name == "residual":
+                    return load(options[name].at[at], mask)
+                vector = options[name].at[jnp.maximum(slot, 0), column]
+                return load(vector, within < width)
+
+            delta = begin(column, inside)
             y = load(y_in_ref.at[at], mask)
             loaded = {name: load_option(name) for name in options if name != "weights"}
             out = y.astype(jnp.float32) + delta()
             out = _apply_options(out, loaded, slot)
             plgpu.store(y_ref.at[at], out.astype(y_ref.dtype), mask=mask)
 
+        def walk(single: bool, begin: Callable[..., Any]) -> None:
+            walk_blocks(walked, single, functools.partial(add_block, begin))
+
+        def add_single() -> None:
+            lanes = pages.single()
+            factor = begin_factor(lanes)
+            walk(True, functools.partial(page_product, lanes, factor, b_ref))
+
         # Before the rows: with these in registers, or with more pages at once, fewer
         # programs of single pages find room (50 registers each; 72, and 92).
-        def sum_of_products():
+        def add_several(column, inside):
+            def add(lanes, sum_):
+                factor = begin_factor(lanes)
+                return sum_ + page_product(lanes, factor, b_ref, column, inside)()
+
             zero = jnp.zeros((block_rows, column.size), jnp.float32)
-            sum_ = pages.fold(lambda lanes, sum_: sum_ + product(lanes)(), zero)
+            sum_ = pages.fold(add, zero)
             return lambda: sum_
 
-        pl.when(pages.count == 1)(lambda: write(lambda: product(pages.single())))
+        pl.when(pages.count == 1)(add_single)
         if pages.max_count > 1:
-            pl.when(pages.count > 1)(lambda: write(sum_of_products))
+            pl.when(pages.count > 1)(lambda: walk(False, add_several))
         if options.keys() - {"weights"}:
-            pl.when(pages.count == 0)(lambda: write(lambda: lambda: 0.0))
+            pl.when(pages.count == 0)(lambda: walk(False, lambda *_: lambda: 0.0))
 
 
 def _apply_options(out: Array, loaded: dict[str, Array], slot: Array) -> Array:

@@ -85,12 +85,10 @@ class AdapterTile:
         pl.when(self.busy & ~single)(lambda: work(False))
 
     def begin_factor(
-        self, module: Any, pages: AdapterPages | None, *, single: bool
+        self, module: Any, pages: AdapterPages | None
     ) -> Callable[[], Array] | None:
-        """Begin to load v of a module's page, if it has a single one."""
-        if pages is None or not single:
-            return None
-        return self._factor(module, pages, pages.single())
+        """Begin to load v of a module's single page; None without adapters."""
+        return None if pages is None else self._factor(module, pages, pages.single())
 
     def begin_sums(
         self,
@@ -110,8 +108,9 @@ class AdapterTile:
           module, pages: what the columns belong to.
           columns: `i32[n]` each.
           inside: `bool[1, n]`, which columns are there; None if all are.
-          factor: what `begin_factor` gave. Of several pages each is loaded when it is
-            waited for: to hold more leaves room for fewer programs.
+          factor: what `begin_factor` gave, if the module is known to have one page. Of
+            several each is loaded when it is waited for: to hold more leaves room for
+            fewer programs.
 
         Returns:
           What waits for the sums: `f32[block_rows, n]` each.

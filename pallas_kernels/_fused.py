@@ -8,7 +8,6 @@ form. Knows pools, segments and pages as arrays; nothing of models or sequences.
 import dataclasses
 import functools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,31 +21,14 @@ from punica_jax.pallas_kernels._launch import pallas_call
 from punica_jax.pallas_kernels._page_tiles import kv_places, mask_of, walk_blocks
 from punica_jax.pallas_kernels._pool import LoraPool
 from punica_jax.pallas_kernels._segments import Segments
-from punica_jax.pallas_kernels._sgmv_config import num_walked
+from punica_jax.pallas_kernels._sgmv_config import (
+    ExpandConfig,
+    gated_config,
+    walked_blocks,
+)
 
 # Rows of a tile where no adapters cut them.
 _BASE_ROWS = 16
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class FusedConfig:
-    """`block_n` columns of each half a program (the rotary form: half a head)."""
-
-    block_n: int
-    num_warps: int
-
-
-def fused_config(width: int, dtype: Any) -> FusedConfig:
-    """Choose the columns of a program; each column's sum is its own.
-
-    8192 rows of 16 adapters, 2 x 11008 columns, take 203 us with 128 columns and four
-    warps a program, 220 with 64 and two, 226 with 256; with tiles of 32 rows 224 and
-    more.
-    """
-    block_n = 64 if jnp.dtype(dtype).itemsize > 2 else 128
-    return FusedConfig(
-        block_n=min(block_n, max(16, pl.next_power_of_2(width))), num_warps=4
-    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -98,23 +80,18 @@ def gated_expand(
     y: Array,
     shrunk: Shrunk | None,
     *,
-    config: FusedConfig | None = None,
+    config: ExpandConfig | None = None,
     interpret: bool = False,
 ) -> Array:
     """Launch expand with SiLU(gate) * up; see `lora_gated`."""
     rows, width = y.shape[0], y.shape[1] // 2
     block_rows, num_tiles, operands = _tiles(shrunk, rows)
-    config = config or fused_config(width, y.dtype)
-    walked = 1
-    if shrunk is not None:
-        num_blocks = pl.cdiv(width, config.block_n)
-        walked = num_walked(rows, num_blocks, shrunk.pool.page_table.shape[1])
+    max_pages = None if shrunk is None else shrunk.pool.page_table.shape[1]
+    config = config or gated_config(width, y.dtype, max_pages, rows)
     return pallas_call(
-        functools.partial(
-            _gated_kernel, block_rows=block_rows, walked=walked, config=config
-        ),
+        functools.partial(_gated_kernel, block_rows=block_rows, config=config),
         out_shape=jax.ShapeDtypeStruct((rows, width), y.dtype),
-        grid=(num_tiles, pl.cdiv(width, config.block_n * walked)),
+        grid=(num_tiles, pl.cdiv(width, config.num_blocks * config.block_n)),
         compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=1),
         interpret=interpret,
         name="lora_gated_expand",
@@ -125,24 +102,24 @@ def _gated_kernel(
     y_ref,  # [rows, 2 * width]
     *refs,  # of `Shrunk.operands`, or none; h_ref [rows, width]
     block_rows: int,
-    walked: int,
-    config: FusedConfig,
+    config: ExpandConfig,
 ):
     h_ref = refs[-1]
     width = h_ref.shape[1]
     tile = AdapterTile(refs[:-1], y_ref.shape[0], block_rows)
-    first = pl.program_id(1) * (walked * config.block_n)
-    whole = width % (walked * config.block_n) == 0
+    width_of_program = config.num_blocks * config.block_n
+    first_column = pl.program_id(1) * width_of_program
+    whole = width % width_of_program == 0
     pages = [tile.pages(module) for module in range(2)]
 
     def multiply(single: bool) -> None:
         factors = [
-            tile.begin_factor(module, own, single=single)
+            tile.begin_factor(module, own) if single else None
             for module, own in enumerate(pages)
         ]
 
         def multiply_block(i) -> None:
-            column = first + i * config.block_n
+            column = first_column + i * config.block_n
             column = column + jnp.arange(config.block_n, dtype=jnp.int32)
             inside = None if whole else (column < width)[None, :]
             halves = [
@@ -157,7 +134,7 @@ def _gated_kernel(
             at = h_ref.at[tile.row[:, None], column[None, :]]
             plgpu.store(at, h.astype(h_ref.dtype), mask=mask)
 
-        walk_blocks(walked, single, multiply_block)
+        walk_blocks(config.num_blocks, multiply_block, unrolled=single)
 
     tile.when_busy(pages, multiply)
 
@@ -170,29 +147,33 @@ def rotary_expand(
     page: Array,
     offset: Array,
     *,
+    num_heads: int | None = None,
     interpret: bool = False,
 ) -> tuple[Array, Array]:
-    """Launch expand with rotary embedding and cache; see `lora_rotary`."""
+    """Launch expand with rotary embedding and cache; see `lora_rotary`.
+
+    `num_heads` are a program's, all of them q's, or k's, or v's.
+    """
     rows = y.shape[0]
     _, _, kv_heads, _, head_dim = kv_pages.shape
     heads = y.shape[1] // head_dim - 2 * kv_heads
     block_rows, num_tiles, operands = _tiles(shrunk, rows)
     q = jax.ShapeDtypeStruct((rows, heads, head_dim), y.dtype)
-    walked = 1
-    if shrunk is not None:
-        # All of a program's heads are q's, or k's, or v's. They share cos and sin, too,
-        # and pay with several pages as well: 8192 rows of 16 adapters of rank 64 take
-        # 253 us so, and 275 by single heads.
-        walked = math.gcd(num_walked(rows, kv_heads, 1), heads, kv_heads)
+    if num_heads is None:
+        # They share cos and sin, too: 16384 rows of 32 adapters take 300 us with four
+        # heads, 306 with two, 359 with one, 2048 rows of 16 adapters 42, not 50, and of
+        # rank 64, 8192 rows 253, not 275.
+        most = 1 if shrunk is None else walked_blocks(rows, kv_heads)
+        num_heads = math.gcd(most, heads, kv_heads)
     return pallas_call(
-        functools.partial(_rotary_kernel, block_rows=block_rows, walked=walked),
+        functools.partial(_rotary_kernel, block_rows=block_rows, num_heads=num_heads),
         out_shape=(q, jax.ShapeDtypeStruct(kv_pages.shape, kv_pages.dtype)),
-        grid=(num_tiles, (heads + 2 * kv_heads) // walked),
+        grid=(num_tiles, (heads + 2 * kv_heads) // num_heads),
         input_output_aliases={0: 1},
-        # Two warps a head: 2048 rows of rank 64 take 114 us with four, not 75. Of four
-        # heads four: 300 us, not 317 (16384 rows of 32 adapters).
+        # Two warps for one head: 2048 rows of rank 64 take 75 us so, and 114 with four.
+        # Four for more: of four heads they take 74, and 82 with two.
         compiler_params=plgpu.CompilerParams(
-            num_warps=2 if walked == 1 and shrunk is not None else 4, num_stages=1
+            num_warps=2 if num_heads == 1 and shrunk is not None else 4, num_stages=1
         ),
         interpret=interpret,
         name="lora_rotary_expand",
@@ -208,7 +189,7 @@ def _rotary_kernel(
     offset_ref,  # i32[rows]
     *refs,  # of `Shrunk.operands`, or none; q_ref [rows, heads, head_dim], kv_ref
     block_rows: int,
-    walked: int,
+    num_heads: int,
 ):
     del kv_in_ref
     *refs, q_ref, kv_ref = refs
@@ -216,23 +197,23 @@ def _rotary_kernel(
     num_pages, kv_heads = kv_ref.shape[1:3]
     half = head_dim // 2
     tile = AdapterTile(tuple(refs), y_ref.shape[0], block_rows)
-    first = pl.program_id(1) * walked
+    first_head = pl.program_id(1) * num_heads
     lane = jnp.arange(max(16, pl.next_power_of_2(half)), dtype=jnp.int32)
     inside = None if half == lane.size else (lane < half)[None, :]
-    is_kv = (first >= heads).astype(jnp.int32)
-    is_v = (first >= heads + kv_heads).astype(jnp.int32)
+    is_kv = (first_head >= heads).astype(jnp.int32)
+    is_v = (first_head >= heads + kv_heads).astype(jnp.int32)
     module = is_kv + is_v
     pages = tile.pages(module)
 
     def rotate(single: bool) -> None:
-        factor = tile.begin_factor(module, pages, single=single)
+        factor = tile.begin_factor(module, pages) if single else None
         cos, sin = (tile.load(ref, lane, inside) for ref in (cos_ref, sin_ref))
         page, offset, there = kv_places(
             page_ref, offset_ref, tile.row, tile.live & (is_kv > 0), num_pages
         )
 
         def rotate_head(i) -> None:
-            head = first + i
+            head = first_head + i
             columns = [head * head_dim + lane, head * head_dim + half + lane]
             sums = tile.begin_sums(y_ref, module, pages, columns, inside, factor)
             low, high = sums()
@@ -259,7 +240,7 @@ def _rotary_kernel(
                 at = is_v, page[:, None], kv_head, offset[:, None]
                 write(kv_ref, at, values, there)
 
-        walk_blocks(walked, single, rotate_head)
+        walk_blocks(num_heads, rotate_head, unrolled=single)
 
     tile.when_busy([pages], rotate)
 

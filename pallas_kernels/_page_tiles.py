@@ -229,6 +229,7 @@ def page_factor(
     at = entry[None, :, None], lanes.columns(first_rank, v_ref.shape[2])[None, None, :]
     parts = [load(v_ref.at[(split, *at)], mask) for split in range(v_ref.shape[0])]
 
+    # Called within the branch that began it: what is kept is a value of its trace.
     @functools.cache
     def add() -> Array:
         # This reduction, over an axis of one, keeps Triton from changing the layout of
@@ -252,7 +253,7 @@ def page_product(
     """Begin to load B of some pages; return what multiplies it by `page_factor`'s.
 
     The product is `f32[block_rows, block_n]`. It changes its factors' layout through
-    shared memory, behind barriers that no later load passes: what a program needs, it
+    shared memory, behind barriers that no later load passes: what a block needs, it
     loads before it multiplies.
     """
     b = load(
@@ -262,13 +263,13 @@ def page_product(
     return lambda: dot(factor(), b)
 
 
-def walk_blocks(count: int, single: bool, work: Callable[[Any], None]) -> None:
+def walk_blocks(count: int, work: Callable[[Any], None], *, unrolled: bool) -> None:
     """Do `work(i)` for each of a program's `count` blocks of columns.
 
-    Of rows with a single page, as most have, without a loop; of the others in one, for
-    a page's loop written several times would only be longer.
+    Unrolled it is where rows have a single page, as most have; elsewhere a block may
+    have a loop of its own, over pages, and `count` of those would only be longer.
     """
-    if single or count == 1:
+    if unrolled or count == 1:
         for i in range(count):
             work(i)
     else:

@@ -6,7 +6,6 @@ pools and segments as arrays; nothing of models, names or gradients.
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +31,6 @@ from punica_jax.pallas_kernels._sgmv_config import (
     ExpandConfig,
     ShrinkConfig,
     expand_config,
-    num_walked,
     shrink_config,
 )
 from punica_jax.pallas_kernels._shrink_tile import shrink_modules
@@ -49,6 +47,9 @@ _MANY_ROWS = 1024
 # not 40; of one module down's takes 52, not 57, and each expand 8 us less. Of 2048 rows
 # down's takes 34 us so, not 15.
 _JOINT_ROWS = 8192
+
+# Of some columns, and which of them are there: begins what an adapter adds to them.
+Begin = Callable[[Array, Array | None], Callable[[], Array | float]]
 
 
 def launch_tables(pool: LoraPool, segments: Segments) -> tuple[Array, ...]:
@@ -182,10 +183,11 @@ def expand(
     In a batch of several passes no launch meets a row twice, so the sums of a row's
     adapters have one order.
     """
-    config = config or expand_config(pool.d_outs, pool.dtype, pool.page_table.shape[1])
-    num_blocks = pl.cdiv(max(pool.d_outs), config.block_n)
-    walked = num_walked(segments.num_rows, num_blocks, pool.page_table.shape[1])
-    blocks = tuple(pl.cdiv(width, config.block_n * walked) for width in pool.d_outs)
+    config = config or expand_config(
+        pool.d_outs, pool.dtype, pool.page_table.shape[1], segments.num_rows
+    )
+    width_of_program = config.num_blocks * config.block_n
+    programs = tuple(pl.cdiv(width, width_of_program) for width in pool.d_outs)
     every = {"weights": segments.weights, "scale": scale, "bias": bias}
     for number in range(segments.num_passes):
         is_last = number == segments.num_passes - 1
@@ -199,12 +201,11 @@ def expand(
                 block_rows=segments.block_rows,
                 d_outs=pool.d_outs,
                 d_out_offsets=pool.d_out_offsets,
-                blocks=blocks,
-                walked=walked,
+                programs=programs,
                 config=config,
             ),
             out_shape=jax.ShapeDtypeStruct(y.shape, y.dtype),
-            grid=(segments.num_tiles, sum(blocks)),
+            grid=(segments.num_tiles, sum(programs)),
             input_output_aliases={0: 0},
             # Nothing to pipeline: all of a program's loads are in flight at once.
             compiler_params=plgpu.CompilerParams(
@@ -239,17 +240,17 @@ def _expand_kernel(
     block_rows: int,
     d_outs: tuple[int, ...],
     d_out_offsets: tuple[int, ...],
-    blocks: tuple[int, ...],  # of each module: programs of a tile
-    walked: int,  # blocks of columns of a program
+    programs: tuple[int, ...],  # of a tile, for each module
     config: ExpandConfig,
 ):
     options = dict(zip(option_names, refs[:-1], strict=True))
     y_ref = refs[-1]
     tile = pl.program_id(0)
-    block = pl.program_id(1)
     max_rank = page_table_ref.shape[1] * RANK_PAGE
     slot = tile_slot_ref[number, tile]
-    module, start, width, first = module_of_block(block, d_outs, d_out_offsets, blocks)
+    module, start, width, first = module_of_block(
+        pl.program_id(1), d_outs, d_out_offsets, programs
+    )
     tables = page_table_ref, num_pages_ref, layer_ref
     pages = AdapterPages.of(tables, b_ref, slot, module, most=1)
     # Before what waits for the slot: neither lookup waits for the other.
@@ -275,10 +276,11 @@ def _expand_kernel(
             weight=weight,
             first_rank=module * max_rank,
         )
-        whole = all(size % (walked * config.block_n) == 0 for size in d_outs)
+        width_of_program = config.num_blocks * config.block_n
+        whole = all(size % width_of_program == 0 for size in d_outs)
 
-        def add_block(begin: Callable[..., Any], i) -> None:
-            within = (first * walked + i) * config.block_n
+        def add_block(begin: Begin, i) -> None:
+            within = (first * config.num_blocks + i) * config.block_n
             within = within + jnp.arange(config.block_n, dtype=jnp.int32)
             inside = None if whole else (within < width)[None, :]
             column = start + within
@@ -298,17 +300,19 @@ def _expand_kernel(
             out = _apply_options(out, loaded, slot)
             plgpu.store(y_ref.at[at], out.astype(y_ref.dtype), mask=mask)
 
-        def walk(single: bool, begin: Callable[..., Any]) -> None:
-            walk_blocks(walked, single, functools.partial(add_block, begin))
+        def walk(begin: Begin, *, unrolled: bool) -> None:
+            work = functools.partial(add_block, begin)
+            walk_blocks(config.num_blocks, work, unrolled=unrolled)
 
         def add_single() -> None:
             lanes = pages.single()
             factor = begin_factor(lanes)
-            walk(True, functools.partial(page_product, lanes, factor, b_ref))
+            begin = functools.partial(page_product, lanes, factor, b_ref)
+            walk(begin, unrolled=True)
 
         # Before the rows: with these in registers, or with more pages at once, fewer
         # programs of single pages find room (50 registers each; 72, and 92).
-        def add_several(column, inside):
+        def sum_of_pages(column, inside):
             def add(lanes, sum_):
                 factor = begin_factor(lanes)
                 return sum_ + page_product(lanes, factor, b_ref, column, inside)()
@@ -317,11 +321,15 @@ def _expand_kernel(
             sum_ = pages.fold(add, zero)
             return lambda: sum_
 
+        def nothing(column, inside):
+            del column, inside
+            return lambda: 0.0
+
         pl.when(pages.count == 1)(add_single)
         if pages.max_count > 1:
-            pl.when(pages.count > 1)(lambda: walk(False, add_several))
+            pl.when(pages.count > 1)(lambda: walk(sum_of_pages, unrolled=False))
         if options.keys() - {"weights"}:
-            pl.when(pages.count == 0)(lambda: walk(False, lambda *_: lambda: 0.0))
+            pl.when(pages.count == 0)(lambda: walk(nothing, unrolled=False))
 
 
 def _apply_options(out: Array, loaded: dict[str, Array], slot: Array) -> Array:

@@ -22,7 +22,8 @@ MAX_PROJECT_ROWS = 64
 # Of more rows a product's programs load less ahead, so that all find room at once.
 MAX_ROOMY_ROWS = 32
 
-# From so many rows on a program of an expand walks some blocks of columns.
+# From so many rows on an expand's program takes some blocks of columns, or heads, for
+# there are programs enough: of 128 rows that once lost a quarter.
 _WALKED_ROWS = 2048
 
 # Modules of which one program shrinks a page each, at most.
@@ -77,10 +78,11 @@ def add_splits(parts: Sequence[Array]) -> Array:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ExpandConfig:
-    """`block_n` columns of one module a program."""
+    """`num_blocks` blocks of `block_n` columns of one module a program."""
 
     block_n: int
     num_warps: int
+    num_blocks: int = 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +116,9 @@ def shrink_config(d_in: int, dtype: Any) -> ShrinkConfig:
     )
 
 
-def expand_config(d_outs: tuple[int, ...], dtype: Any, max_pages: int) -> ExpandConfig:
+def expand_config(
+    d_outs: tuple[int, ...], dtype: Any, max_pages: int, num_rows: int
+) -> ExpandConfig:
     """Choose the columns of a program; each column's sum is its own.
 
     With 512, 256, 128 columns 4096 to 4096 columns take, 128 rows of 13 adapters, 5.1,
@@ -122,6 +126,10 @@ def expand_config(d_outs: tuple[int, ...], dtype: Any, max_pages: int) -> Expand
     0.5 to 1 us faster, too; 64 rows of 64 adapters were 0.4 slower. Where a module has
     many blocks, each of which reads its v, that counts: 64 rows of 8 adapters to 11008
     columns take 10.5 us with 512 columns, shrink and expand, and 11.9 with 128.
+
+    Of many rows a program takes four blocks: 16384 rows of 32 adapters take 81 us so,
+    not 87, with a residual 114, not 119; of rank 64, 8192 rows of 16 adapters 78, not
+    76.
     """
     if jnp.dtype(dtype).itemsize > 2:
         block_n, num_warps = 64, 2
@@ -130,22 +138,47 @@ def expand_config(d_outs: tuple[int, ...], dtype: Any, max_pages: int) -> Expand
     else:
         block_n, num_warps = 128, 4
     block_n = min(block_n, max(16, pl.next_power_of_2(max(d_outs))))
-    return ExpandConfig(block_n=block_n, num_warps=num_warps)
+    num_blocks = 1
+    if max_pages == 1 and block_n <= 128:
+        num_blocks = walked_blocks(num_rows, pl.cdiv(max(d_outs), block_n))
+    return ExpandConfig(block_n=block_n, num_warps=num_warps, num_blocks=num_blocks)
 
 
-def num_walked(num_rows: int, num_blocks: int, max_pages: int) -> int:
-    """Return how many blocks of columns, or heads, an expand's program walks.
+def gated_config(
+    width: int, dtype: Any, max_pages: int | None, num_rows: int
+) -> ExpandConfig:
+    """Choose the columns of gate, and of up, of a program that ends with SiLU.
 
-    What they share, v and the tables, is then read once for all of them: 16384 rows of
-    32 adapters take, to q, k and v's columns 300 us, not 359, gate and up's 382, not
-    403, down's 114, not 119, 2048 rows of 16 adapters 42, not 50, 53, not 56, and 15,
-    not 16. With two blocks the former take 306, 408 and 116.
+    8192 rows of 16 adapters, 2 x 11008 columns, take 203 us with 128 columns and four
+    warps a program, 220 with 64 and two, 226 with 256; with tiles of 32 rows 224 and
+    more.
 
-    Of several pages each block waits for each: gate and up's columns of 8192 rows of 16
-    adapters of rank 64 take 389 us with one block, and 441 with four.
+    Of many rows a program takes four blocks: 16384 rows of 32 adapters take 382 us so,
+    not 403 (with two 408), 2048 rows of 16 adapters 53, not 56. Where adapters may have
+    several pages each block waits for each: 8192 rows of 16 adapters of rank 64 take
+    441 us so, not 389.
+
+    Args:
+      max_pages: of an adapter; None if there are no adapters, for then a program's
+        blocks would share nothing.
     """
-    many = num_rows >= _WALKED_ROWS and max_pages == 1
-    return min(4, num_blocks) if many else 1
+    block_n = 64 if jnp.dtype(dtype).itemsize > 2 else 128
+    block_n = min(block_n, max(16, pl.next_power_of_2(width)))
+    num_blocks = 1
+    if max_pages == 1:
+        num_blocks = walked_blocks(num_rows, pl.cdiv(width, block_n))
+    return ExpandConfig(block_n=block_n, num_warps=4, num_blocks=num_blocks)
+
+
+def walked_blocks(num_rows: int, most: int) -> int:
+    """Return how many blocks of columns, or heads, an expand's program may take.
+
+    They share v and the tables, which are then read once for all of them.
+
+    Args:
+      most: how many there are.
+    """
+    return min(4, most) if num_rows >= _WALKED_ROWS else 1
 
 
 def project_config(

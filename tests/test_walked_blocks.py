@@ -1,100 +1,159 @@
 """A program that walks some blocks of columns gives the bits of one of one block."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from punica_jax.pallas_kernels import _sgmv_config, segment_metadata
+from punica_jax.pallas_kernels import segment_metadata
 from punica_jax.pallas_kernels._fused import Shrunk, gated_expand, rotary_expand
 from punica_jax.pallas_kernels._sgmv import expand, shrink
+from punica_jax.pallas_kernels._sgmv_config import (
+    ExpandConfig,
+    expand_config,
+    gated_config,
+    walked_blocks,
+)
 from tests.sgmv_cases import make_case
 
 IMPLEMENTATIONS = [
     "pallas_interpret",
     pytest.param("pallas_triton", marks=pytest.mark.gpu),
 ]
-ROWS, HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE = 70, 8, 4, 32, 16
-WIDTHS = {
-    "expand": (600, 328),  # five blocks of 128 and three: neither is a multiple of four
-    "gated": (600, 600),
-    "rotary": (HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM),
-}
+ROWS, PAGE_SIZE = 70, 16
 
 
-def operands(form, ranks, implementation):
-    d_outs = WIDTHS[form]
-    case = make_case(rows=ROWS, ranks=ranks, d_in=40, d_outs=d_outs, dtype="bfloat16")
+def rarely(*values):
+    return pytest.param(*values, marks=pytest.mark.grid)
+
+
+def make_launch(d_outs, implementation, *, dtype="bfloat16", pages=1, passes=1):
+    """Return y, what was shrunk for it, and whether launches are interpreted."""
+    modules = len(d_outs)
+    # Modules without an adapter, too, and of several pages, if there may be.
+    ranks = [[16] * modules, [7] * modules, [0] + [16] * (modules - 1), [3] * modules]
+    ranks[1] = [7 + 16 * (pages - 1)] * modules
+    case = make_case(rows=ROWS, ranks=ranks, d_in=40, d_outs=d_outs, dtype=dtype)
     rng = np.random.default_rng(1)
-    slots = jnp.asarray(rng.integers(-1, len(ranks), ROWS), jnp.int32)
+    slots = rng.integers(-1, len(ranks), (ROWS, passes))
+    weights = rng.uniform(0.5, 2, slots.shape) if passes > 1 else None
     segments = segment_metadata(
-        slots, num_slots=len(ranks), implementation=implementation
+        jnp.asarray(slots if passes > 1 else slots[:, 0], jnp.int32),
+        None if weights is None else jnp.asarray(weights, jnp.float32),
+        num_slots=len(ranks),
+        implementation=implementation,
     )
     interpret = implementation == "pallas_interpret"
-    y, x = jnp.asarray(case.y), jnp.asarray(case.x)
+    x, y = jnp.asarray(case.x), jnp.asarray(case.y)
     v = shrink(x, case.pool, segments, interpret=interpret)
-    return y, Shrunk(v, case.pool, segments), rng
+    return y, Shrunk(v, case.pool, segments), interpret
 
 
-def launch_of(form, y, shrunk, rng, interpret):
-    if form == "gated":
-        return lambda: gated_expand(y, shrunk, interpret=interpret)
-    if form == "expand":
-        vectors = rng.standard_normal((2, shrunk.pool.num_slots, y.shape[1]))
-        scale, bias = jnp.asarray(vectors, jnp.float32)
-        residual = jnp.asarray(rng.standard_normal(y.shape), y.dtype)
-        return lambda: expand(
+def assert_same_bits(run, counts):
+    expected = jax.jit(lambda: run(1))()
+    for count in counts:
+        actual = jax.jit(lambda count=count: run(count))()
+        jax.tree.map(np.testing.assert_array_equal, actual, expected)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    ("passes", "pages"), [(1, 1), rarely(1, 3), rarely(2, 1), rarely(2, 3)]
+)
+def test_expand(passes, pages, implementation):
+    # Ten blocks and a part, one: a program's last ones may lie past a module's end.
+    y, shrunk, interpret = make_launch(
+        (330, 24), implementation, pages=pages, passes=passes
+    )
+    rng = np.random.default_rng(2)
+    scale, bias = jnp.asarray(rng.standard_normal((2, 4, y.shape[1])), jnp.float32)
+    residual = jnp.asarray(rng.standard_normal(y.shape), y.dtype)
+
+    def run(num_blocks):
+        return expand(
             y,
             shrunk.v,
             shrunk.pool,
             shrunk.segments,
-            scale=scale,
-            bias=bias,
+            scale=scale if passes == 1 else None,
+            bias=bias if passes == 1 else None,
             residual=residual,
+            config=ExpandConfig(block_n=32, num_warps=4, num_blocks=num_blocks),
             interpret=interpret,
         )
-    pages = 1 + ROWS // PAGE_SIZE
-    angle = rng.uniform(0, 6, (ROWS, HEAD_DIM))
-    rotary = jnp.asarray(np.cos(angle), y.dtype), jnp.asarray(np.sin(angle), y.dtype)
-    kv_pages = rng.standard_normal((2, pages, KV_HEADS, PAGE_SIZE, HEAD_DIM))
-    kv_pages = jnp.asarray(kv_pages, y.dtype)
-    at = rng.permutation(pages * PAGE_SIZE)[:ROWS].astype(np.int32)
-    page, offset = jnp.asarray(at // PAGE_SIZE), jnp.asarray(at % PAGE_SIZE)
-    return lambda: rotary_expand(
-        y, shrunk, rotary, kv_pages, page, offset, interpret=interpret
-    )
+
+    assert_same_bits(run, [2, 4])
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("several_pages", [False, True])
-@pytest.mark.parametrize("form", WIDTHS)
-def test_walked_blocks_change_no_bit(form, several_pages, implementation, monkeypatch):
-    modules = len(WIDTHS[form])
-    # Modules without an adapter, too.
-    ranks = [[16] * modules, [7] * modules, [0] + [16] * (modules - 1), [3] * modules]
-    if several_pages:
-        ranks[1] = [40] * modules
-    y, shrunk, rng = operands(form, ranks, implementation)
-    interpret = implementation == "pallas_interpret"
-    launch = launch_of(form, y, shrunk, rng, interpret)
+@pytest.mark.parametrize(
+    ("width", "pages", "dtype"),
+    [(330, 1, "bfloat16"), rarely(330, 3, "bfloat16"), rarely(256, 1, "float32")],
+)
+def test_gated(width, pages, dtype, implementation):
+    y, shrunk, interpret = make_launch(
+        (width, width), implementation, dtype=dtype, pages=pages
+    )
 
-    def run(walked_rows):
-        monkeypatch.setattr(_sgmv_config, "_WALKED_ROWS", walked_rows)
-        grids = [
-            eqn.params["grid_mapping"].grid
-            for eqn in launches(jax.make_jaxpr(lambda: launch())().jaxpr)
-        ]
-        return grids, jax.jit(lambda: launch())()
+    def run(num_blocks):
+        config = ExpandConfig(block_n=32, num_warps=4, num_blocks=num_blocks)
+        return gated_expand(y, shrunk, config=config, interpret=interpret)
 
-    (plain_grids, plain), (grids, walked) = run(ROWS + 1), run(ROWS)
-    walks = form == "rotary" or not several_pages
-    assert (grids != plain_grids) == walks
-    jax.tree.map(np.testing.assert_array_equal, plain, walked)
+    assert_same_bits(run, [3, 4])
 
 
-def launches(jaxpr):
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "pallas_call":
-            yield eqn
-        elif eqn.primitive.name == "custom_jvp_call":
-            yield from launches(eqn.params["call_jaxpr"].jaxpr)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "pages", "dtype"),
+    [
+        (8, 4, 32, 1, "bfloat16"),
+        rarely(4, 4, 24, 3, "bfloat16"),
+        rarely(6, 2, 24, 1, "float32"),
+        rarely(3, 3, 16, 1, "float16"),
+    ],
+)
+def test_rotary(heads, kv_heads, head_dim, pages, dtype, implementation):
+    d_outs = heads * head_dim, kv_heads * head_dim, kv_heads * head_dim
+    y, shrunk, interpret = make_launch(d_outs, implementation, dtype=dtype, pages=pages)
+    rng = np.random.default_rng(2)
+    num_pages = 1 + ROWS // PAGE_SIZE
+    angle = rng.uniform(0, 6, (ROWS, head_dim))
+    rotary = jnp.asarray(np.cos(angle), y.dtype), jnp.asarray(np.sin(angle), y.dtype)
+    shape = 2, num_pages, kv_heads, PAGE_SIZE, head_dim
+    kv_pages = jnp.asarray(rng.standard_normal(shape), y.dtype)
+    at = rng.permutation(num_pages * PAGE_SIZE)[:ROWS].astype(np.int32)
+    page = at // PAGE_SIZE
+    page[5] = num_pages  # a row that stores nothing
+
+    def run(num_heads):
+        return rotary_expand(
+            y,
+            shrunk,
+            rotary,
+            kv_pages,
+            jnp.asarray(page),
+            jnp.asarray(at % PAGE_SIZE),
+            num_heads=num_heads,
+            interpret=interpret,
+        )
+
+    together = math.gcd(heads, kv_heads)
+    assert_same_bits(run, {2, together} if together % 2 == 0 else {together})
+
+
+def test_only_programs_of_many_rows_walk():
+    assert [walked_blocks(rows, 9) for rows in (1, 2047, 2048, 16384)] == [1, 1, 4, 4]
+    assert [walked_blocks(2048, most) for most in (1, 3, 4)] == [1, 3, 4]
+
+    def num_blocks(max_pages, rows=2048):
+        expands = expand_config((4096,), jnp.bfloat16, max_pages, rows)
+        gated = gated_config(11008, jnp.bfloat16, max_pages, rows)
+        return expands.num_blocks, gated.num_blocks
+
+    assert num_blocks(1) == (4, 4)
+    assert num_blocks(1, rows=2047) == num_blocks(2) == (1, 1)
+    # A block of so many columns reads its v seldom as it is.
+    assert expand_config((11008,), jnp.bfloat16, 1, 2048).num_blocks == 1
+    assert gated_config(11008, jnp.bfloat16, None, 2048).num_blocks == 1

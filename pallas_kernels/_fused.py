@@ -91,7 +91,7 @@ def gated_expand(
     return pallas_call(
         functools.partial(_gated_kernel, block_rows=block_rows, config=config),
         out_shape=jax.ShapeDtypeStruct((rows, width), y.dtype),
-        grid=(num_tiles, pl.cdiv(width, config.num_blocks * config.block_n)),
+        grid=(num_tiles, pl.cdiv(width, config.num_columns)),
         compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=1),
         interpret=interpret,
         name="lora_gated_expand",
@@ -107,9 +107,8 @@ def _gated_kernel(
     h_ref = refs[-1]
     width = h_ref.shape[1]
     tile = AdapterTile(refs[:-1], y_ref.shape[0], block_rows)
-    width_of_program = config.num_blocks * config.block_n
-    first_column = pl.program_id(1) * width_of_program
-    whole = width % width_of_program == 0
+    first_column = pl.program_id(1) * config.num_columns
+    whole = width % config.num_columns == 0
     pages = [tile.pages(module) for module in range(2)]
 
     def multiply(single: bool) -> None:

@@ -49,7 +49,7 @@ _MANY_ROWS = 1024
 _JOINT_ROWS = 8192
 
 # Of some columns, and which of them are there: begins what an adapter adds to them.
-Begin = Callable[[Array, Array | None], Callable[[], Array | float]]
+_Begin = Callable[[Array, Array | None], Callable[[], Array | float]]
 
 
 def launch_tables(pool: LoraPool, segments: Segments) -> tuple[Array, ...]:
@@ -186,8 +186,7 @@ def expand(
     config = config or expand_config(
         pool.d_outs, pool.dtype, pool.page_table.shape[1], segments.num_rows
     )
-    width_of_program = config.num_blocks * config.block_n
-    programs = tuple(pl.cdiv(width, width_of_program) for width in pool.d_outs)
+    programs = tuple(pl.cdiv(width, config.num_columns) for width in pool.d_outs)
     every = {"weights": segments.weights, "scale": scale, "bias": bias}
     for number in range(segments.num_passes):
         is_last = number == segments.num_passes - 1
@@ -276,10 +275,9 @@ def _expand_kernel(
             weight=weight,
             first_rank=module * max_rank,
         )
-        width_of_program = config.num_blocks * config.block_n
-        whole = all(size % width_of_program == 0 for size in d_outs)
+        whole = all(size % config.num_columns == 0 for size in d_outs)
 
-        def add_block(begin: Begin, i) -> None:
+        def add_block(begin: _Begin, i) -> None:
             within = (first * config.num_blocks + i) * config.block_n
             within = within + jnp.arange(config.block_n, dtype=jnp.int32)
             inside = None if whole else (within < width)[None, :]
@@ -300,7 +298,7 @@ def _expand_kernel(
             out = _apply_options(out, loaded, slot)
             plgpu.store(y_ref.at[at], out.astype(y_ref.dtype), mask=mask)
 
-        def walk(begin: Begin, *, unrolled: bool) -> None:
+        def walk(begin: _Begin, *, unrolled: bool) -> None:
             work = functools.partial(add_block, begin)
             walk_blocks(config.num_blocks, work, unrolled=unrolled)
 

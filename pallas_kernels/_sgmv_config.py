@@ -84,6 +84,10 @@ class ExpandConfig:
     num_warps: int
     num_blocks: int = 1
 
+    @property
+    def num_columns(self) -> int:
+        return self.num_blocks * self.block_n
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ProjectConfig:

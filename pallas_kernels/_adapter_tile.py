@@ -24,6 +24,9 @@ from punica_jax.pallas_kernels._page_tiles import (
 )
 from punica_jax.pallas_kernels._pool import RANK_PAGE
 
+# All lanes of a module, and what gives its v in them.
+_Begun = tuple[PageLanes, Callable[[], Array]]
+
 
 class AdapterTile:
     """One program's rows, and what their adapter adds to them. Lives in a kernel.
@@ -34,10 +37,19 @@ class AdapterTile:
       busy: whether there is a live row.
     """
 
-    def __init__(self, refs: tuple[Any, ...], num_rows: int, block_rows: int):
-        """Find program `pl.program_id(0)`'s rows; `refs` are of `Shrunk.operands`."""
+    def __init__(
+        self, refs: tuple[Any, ...], num_rows: int, block_rows: int, num_pages: int
+    ):
+        """Find program `pl.program_id(0)`'s rows.
+
+        Args:
+          refs: of `Shrunk.operands`, or none.
+          num_rows: of the launch.
+          block_rows: of a tile.
+          num_pages: of the adapter, that are multiplied at once, at most.
+        """
         tile = pl.program_id(0)
-        self._refs = refs
+        self._refs, self._num_pages = refs, num_pages
         if not refs:
             lane = jnp.arange(block_rows, dtype=jnp.int32)
             self.row = tile * block_rows + lane
@@ -64,31 +76,32 @@ class AdapterTile:
         if not self._refs:
             return None
         _, b_ref, *tables = self._refs[:5]
-        return AdapterPages.of(tables, b_ref, self._slot, module, most=1)
+        return AdapterPages.of(tables, b_ref, self._slot, module, self._num_pages)
 
     def when_busy(
-        self, pages: Sequence[AdapterPages | None], work: Callable[[bool], None]
+        self,
+        pages: Sequence[AdapterPages | None],
+        work: Callable[[Sequence[PageLanes | None]], None],
     ) -> None:
         """Do the work if there is a live row.
 
         Args:
           pages: of every module that the work adds a product of.
-          work: gets whether each has a single page, as most have. Such rows go a way of
-            their own, without a loop: all they need is on its way at once.
+          work: gets the lanes of each, if all that it has is multiplied at once, or
+            None. Rows whose modules have a single page each, as most have, go a way of
+            their own, for then nothing is masked.
         """
-        are_single = [own.count == 1 for own in pages if own is not None]
-        if not are_single:
-            pl.when(self.busy)(lambda: work(False))
+        known = [own for own in pages if own is not None]
+        if not known:
+            pl.when(self.busy)(lambda: work([None] * len(pages)))
             return
-        single = functools.reduce(operator.and_, are_single)
-        pl.when(self.busy & single)(lambda: work(True))
-        pl.when(self.busy & ~single)(lambda: work(False))
+        single = functools.reduce(operator.and_, [own.count == 1 for own in known])
+        pl.when(self.busy & single)(lambda: work([own.single() for own in known]))
+        pl.when(self.busy & ~single)(lambda: work([own.whole() for own in known]))
 
-    def begin_factor(
-        self, module: Any, pages: AdapterPages | None
-    ) -> Callable[[], Array] | None:
-        """Begin to load v of a module's single page; None without adapters."""
-        return None if pages is None else self._factor(module, pages, pages.single())
+    def begin_factor(self, module: Any, lanes: PageLanes | None) -> _Begun | None:
+        """Begin to load v of all that a module has; None if `lanes` is."""
+        return None if lanes is None else (lanes, self._factor(module, lanes))
 
     def begin_sums(
         self,
@@ -97,7 +110,7 @@ class AdapterTile:
         pages: AdapterPages | None,
         columns: Sequence[Array],
         inside: Array | None,
-        factor: Callable[[], Array] | None,
+        begun: _Begun | None,
     ) -> Callable[[], list[Array]]:
         """Begin to load some columns of the rows, and what the adapter adds to them.
 
@@ -108,9 +121,9 @@ class AdapterTile:
           module, pages: what the columns belong to.
           columns: `i32[n]` each.
           inside: `bool[1, n]`, which columns are there; None if all are.
-          factor: what `begin_factor` gave, if the module is known to have one page. Of
-            several each is loaded when it is waited for: to hold more leaves room for
-            fewer programs.
+          begun: what `begin_factor` gave. Without, some pages after the other are
+            loaded when they are waited for: to hold more leaves room for fewer
+            programs.
 
         Returns:
           What waits for the sums: `f32[block_rows, n]` each.
@@ -119,29 +132,28 @@ class AdapterTile:
         def load_rows():
             return [self.load(y_ref, column, inside) for column in columns]
 
-        if pages is None:
-            ys = load_rows()
-            return lambda: [y.astype(jnp.float32) for y in ys]
-
-        def add(ys, products):
-            # Of both halves of a head before either is added: 8192 rows of 16 adapters
-            # take 179 us so, and 191 one after the other (one H200).
-            values = [product() for product in products]
-            pairs = zip(ys, values, strict=True)
-            return [y.astype(jnp.float32) + value for y, value in pairs]
-
-        def begin(lanes, factor):
+        def begin_product(lanes, factor):
             return [
                 page_product(lanes, factor, self._refs[1], column, inside)
                 for column in columns
             ]
 
-        if factor is not None:
-            ys, products = load_rows(), begin(pages.single(), factor)
+        def add(sums, products):
+            # Of both halves of a head before either is added: 8192 rows of 16 adapters
+            # take 179 us so, and 191 one after the other (one H200).
+            values = [product() for product in products]
+            pairs = zip(sums, values, strict=True)
+            return [own.astype(jnp.float32) + value for own, value in pairs]
+
+        if begun is not None:
+            ys, products = load_rows(), begin_product(*begun)
             return lambda: add(ys, products)
+        if pages is None:
+            ys = load_rows()
+            return lambda: [y.astype(jnp.float32) for y in ys]
 
         def add_page(lanes, sums):
-            return add(sums, begin(lanes, self._factor(module, pages, lanes)))
+            return add(sums, begin_product(lanes, self._factor(module, lanes)))
 
         def add_pages():
             sums = [y.astype(jnp.float32) for y in load_rows()]
@@ -149,9 +161,8 @@ class AdapterTile:
 
         return add_pages
 
-    def _factor(
-        self, module: Any, pages: AdapterPages, lanes: PageLanes
-    ) -> Callable[[], Array]:
+    def _factor(self, module: Any, lanes: PageLanes) -> Callable[[], Array]:
+        max_pages = self._refs[2].shape[1]
         return page_factor(
             lanes,
             v_ref=self._refs[0],
@@ -159,5 +170,5 @@ class AdapterTile:
             entry=self._entry,
             live=self.live,
             weight=self._weight,
-            first_rank=module * (pages.max_count * RANK_PAGE),
+            first_rank=module * (max_pages * RANK_PAGE),
         )

@@ -24,6 +24,7 @@ from punica_jax.pallas_kernels._segments import Segments
 from punica_jax.pallas_kernels._sgmv_config import (
     ExpandConfig,
     gated_config,
+    rotary_pages,
     walked_blocks,
 )
 
@@ -106,16 +107,13 @@ def _gated_kernel(
 ):
     h_ref = refs[-1]
     width = h_ref.shape[1]
-    tile = AdapterTile(refs[:-1], y_ref.shape[0], block_rows)
+    tile = AdapterTile(refs[:-1], y_ref.shape[0], block_rows, config.num_pages)
     first_column = pl.program_id(1) * config.num_columns
     whole = width % config.num_columns == 0
     pages = [tile.pages(module) for module in range(2)]
 
-    def multiply(single: bool) -> None:
-        factors = [
-            tile.begin_factor(module, own) if single else None
-            for module, own in enumerate(pages)
-        ]
+    def multiply(lanes) -> None:
+        begun = [tile.begin_factor(*own) for own in enumerate(lanes)]
 
         def multiply_block(i) -> None:
             column = first_column + i * config.block_n
@@ -123,7 +121,7 @@ def _gated_kernel(
             inside = None if whole else (column < width)[None, :]
             halves = [
                 tile.begin_sums(
-                    y_ref, module, pages[module], [at], inside, factors[module]
+                    y_ref, module, pages[module], [at], inside, begun[module]
                 )
                 for module, at in enumerate((column, width + column))
             ]
@@ -133,7 +131,7 @@ def _gated_kernel(
             at = h_ref.at[tile.row[:, None], column[None, :]]
             plgpu.store(at, h.astype(h_ref.dtype), mask=mask)
 
-        walk_blocks(config.num_blocks, multiply_block, unrolled=single)
+        walk_blocks(config.num_blocks, multiply_block, unrolled=None not in lanes)
 
     tile.when_busy(pages, multiply)
 
@@ -165,7 +163,12 @@ def rotary_expand(
         most = 1 if shrunk is None else walked_blocks(rows, kv_heads)
         num_heads = math.gcd(most, heads, kv_heads)
     return pallas_call(
-        functools.partial(_rotary_kernel, block_rows=block_rows, num_heads=num_heads),
+        functools.partial(
+            _rotary_kernel,
+            block_rows=block_rows,
+            num_heads=num_heads,
+            num_pages=rotary_pages(rows),
+        ),
         out_shape=(q, jax.ShapeDtypeStruct(kv_pages.shape, kv_pages.dtype)),
         grid=(num_tiles, (heads + 2 * kv_heads) // num_heads),
         input_output_aliases={0: 1},
@@ -189,13 +192,14 @@ def _rotary_kernel(
     *refs,  # of `Shrunk.operands`, or none; q_ref [rows, heads, head_dim], kv_ref
     block_rows: int,
     num_heads: int,
+    num_pages: int,
 ):
     del kv_in_ref
     *refs, q_ref, kv_ref = refs
     _, heads, head_dim = q_ref.shape
-    num_pages, kv_heads = kv_ref.shape[1:3]
+    num_kv_pages, kv_heads = kv_ref.shape[1:3]
     half = head_dim // 2
-    tile = AdapterTile(tuple(refs), y_ref.shape[0], block_rows)
+    tile = AdapterTile(tuple(refs), y_ref.shape[0], block_rows, num_pages)
     first_head = pl.program_id(1) * num_heads
     lane = jnp.arange(max(16, pl.next_power_of_2(half)), dtype=jnp.int32)
     inside = None if half == lane.size else (lane < half)[None, :]
@@ -204,17 +208,17 @@ def _rotary_kernel(
     module = is_kv + is_v
     pages = tile.pages(module)
 
-    def rotate(single: bool) -> None:
-        factor = tile.begin_factor(module, pages) if single else None
+    def rotate(lanes) -> None:
+        begun = tile.begin_factor(module, *lanes)
         cos, sin = (tile.load(ref, lane, inside) for ref in (cos_ref, sin_ref))
         page, offset, there = kv_places(
-            page_ref, offset_ref, tile.row, tile.live & (is_kv > 0), num_pages
+            page_ref, offset_ref, tile.row, tile.live & (is_kv > 0), num_kv_pages
         )
 
         def rotate_head(i) -> None:
             head = first_head + i
             columns = [head * head_dim + lane, head * head_dim + half + lane]
-            sums = tile.begin_sums(y_ref, module, pages, columns, inside, factor)
+            sums = tile.begin_sums(y_ref, module, pages, columns, inside, begun)
             low, high = sums()
             c, s = (value.astype(jnp.float32) for value in (cos, sin))
             rotated = low * c - high * s, high * c + low * s
@@ -239,7 +243,7 @@ def _rotary_kernel(
                 at = is_v, page[:, None], kv_head, offset[:, None]
                 write(kv_ref, at, values, there)
 
-        walk_blocks(num_heads, rotate_head, unrolled=single)
+        walk_blocks(num_heads, rotate_head, unrolled=None not in lanes)
 
     tile.when_busy([pages], rotate)
 

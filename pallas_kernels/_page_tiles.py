@@ -14,10 +14,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from punica_jax.pallas_kernels._pool import RANK_PAGE
-from punica_jax.pallas_kernels._sgmv_config import add_splits
-
-# Rank pages of one adapter that are multiplied at once.
-MAX_AT_ONCE = 4
+from punica_jax.pallas_kernels._sgmv_config import (
+    MAX_AT_ONCE,
+    add_splits,
+    pages_at_once,
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,11 +61,8 @@ class PageLanes:
 class AdapterPages:
     """The pages that one module of the adapter in `slot` has.
 
-    `most` of them at once, for then their loads overlap: by tiles, a row of rank 64
-    took 7.8 us on one H200 with four, 10.4 with the shrink's one by one, 15.0 with the
-    expand's, whose loads waited for one another then. Now it takes one at a time, for
-    what it holds of more leaves room for fewer programs: of 128 rows of 16 adapters of
-    rank 64 6.2 us, not 6.0, but of 8192 of rank 16 47, not 58.
+    `most` of them at once, for then their loads overlap; but what a program holds of
+    more leaves room for fewer programs.
     """
 
     page_table_ref: Any  # i32[slots, max_pages]
@@ -115,15 +113,26 @@ class AdapterPages:
     def max_count(self) -> int:
         return self.page_table_ref.shape[1]
 
+    @property
+    def width(self) -> int:
+        """How many of them are taken at once."""
+        return min(self.most, pl.next_power_of_2(self.max_count))
+
     def single(self) -> PageLanes:
         """Return the only page's lanes."""
         return _lanes_of(self.page, 0)
 
+    def whole(self) -> PageLanes | None:
+        """Return all pages' lanes; None where they are not taken at once."""
+        if self.width == 1 or self.width < self.max_count:
+            return None
+        return self._lanes(0, self.width)
+
     def fold(self, step: Callable[[PageLanes, Any], Any], init: Any) -> Any:
         """Fold `step(lanes, carry)` over the pages in order, several at once."""
-        width = min(self.most, pl.next_power_of_2(self.max_count))
-        if self.max_count <= width and width > 1:
-            return step(self._lanes(0, width), init)
+        if lanes := self.whole():
+            return step(lanes, init)
+        width = self.width
         return lax.fori_loop(
             0,
             pl.cdiv(self.count, width),
@@ -151,11 +160,6 @@ def _lanes_of(page: Array, index: Array | int) -> PageLanes:
     lane = jnp.arange(RANK_PAGE, dtype=jnp.int32)
     rank = index * RANK_PAGE + lane
     return PageLanes(page=page, lane=lane[:, None], rank=rank, used=None)
-
-
-def pages_at_once(dtype: Any) -> int:
-    """Return the greatest `most` of `AdapterPages`; float32 has no tensor cores."""
-    return MAX_AT_ONCE if jnp.dtype(dtype).itemsize == 2 else 1
 
 
 def tile_rows(

@@ -21,7 +21,6 @@ from punica_jax.pallas_kernels._dispatch import shared_bytes
 from punica_jax.pallas_kernels._launch import pallas_call
 from punica_jax.pallas_kernels._norm import NormedRows, row_scales
 from punica_jax.pallas_kernels._page_tiles import (
-    MAX_AT_ONCE,
     AdapterPages,
     dot,
     load,
@@ -32,6 +31,7 @@ from punica_jax.pallas_kernels._pool import RANK_PAGE, LoraPool
 from punica_jax.pallas_kernels._segments import Segments
 from punica_jax.pallas_kernels._sgmv import launch_tables
 from punica_jax.pallas_kernels._sgmv_config import (
+    MAX_AT_ONCE,
     MAX_ROOMY_ROWS,
     ProjectConfig,
     ShrinkConfig,

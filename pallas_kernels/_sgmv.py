@@ -48,8 +48,9 @@ _MANY_ROWS = 1024
 # down's takes 34 us so, not 15.
 _JOINT_ROWS = 8192
 
-# Of some columns, and which of them are there: begins what an adapter adds to them.
-_Begin = Callable[[Array, Array | None], Callable[[], Array | float]]
+# Of some columns, and which of them are there: begins to load what an adapter adds to
+# them, and returns what adds it to y.
+_Begin = Callable[[Array, Array | None], Callable[[Array], Array]]
 
 
 def launch_tables(pool: LoraPool, segments: Segments) -> tuple[Array, ...]:
@@ -251,7 +252,7 @@ def _expand_kernel(
         pl.program_id(1), d_outs, d_out_offsets, programs
     )
     tables = page_table_ref, num_pages_ref, layer_ref
-    pages = AdapterPages.of(tables, b_ref, slot, module, most=1)
+    pages = AdapterPages.of(tables, b_ref, slot, module, config.num_pages)
     # Before what waits for the slot: neither lookup waits for the other.
     entry, live, row = tile_rows(
         rows_ref, tile_first_ref, tile_end_ref, number, tile, block_rows
@@ -291,41 +292,45 @@ def _expand_kernel(
                 vector = options[name].at[jnp.maximum(slot, 0), column]
                 return load(vector, within < width)
 
-            delta = begin(column, inside)
-            y = load(y_in_ref.at[at], mask)
+            add = begin(column, inside)
+            y = load(y_in_ref.at[at], mask).astype(jnp.float32)
             loaded = {name: load_option(name) for name in options if name != "weights"}
-            out = y.astype(jnp.float32) + delta()
-            out = _apply_options(out, loaded, slot)
+            out = _apply_options(add(y), loaded, slot)
             plgpu.store(y_ref.at[at], out.astype(y_ref.dtype), mask=mask)
 
         def walk(begin: _Begin, *, unrolled: bool) -> None:
             work = functools.partial(add_block, begin)
             walk_blocks(config.num_blocks, work, unrolled=unrolled)
 
-        def add_single() -> None:
-            lanes = pages.single()
+        def add_lanes(lanes: PageLanes) -> None:
             factor = begin_factor(lanes)
-            begin = functools.partial(page_product, lanes, factor, b_ref)
+
+            def begin(column, inside):
+                product = page_product(lanes, factor, b_ref, column, inside)
+                return lambda y: y + product()
+
             walk(begin, unrolled=True)
 
-        # Before the rows: with these in registers, or with more pages at once, fewer
-        # programs of single pages find room (50 registers each; 72, and 92).
-        def sum_of_pages(column, inside):
-            def add(lanes, sum_):
-                factor = begin_factor(lanes)
-                return sum_ + page_product(lanes, factor, b_ref, column, inside)()
+        def add_several() -> None:
+            if lanes := pages.whole():
+                add_lanes(lanes)
+            else:
+                walk(begin_pages, unrolled=False)
 
-            zero = jnp.zeros((block_rows, column.size), jnp.float32)
-            sum_ = pages.fold(add, zero)
-            return lambda: sum_
+        def begin_pages(column, inside):
+            def add(lanes, y):
+                factor = begin_factor(lanes)
+                return y + page_product(lanes, factor, b_ref, column, inside)()
+
+            return functools.partial(pages.fold, add)
 
         def nothing(column, inside):
             del column, inside
-            return lambda: 0.0
+            return lambda y: y
 
-        pl.when(pages.count == 1)(add_single)
+        pl.when(pages.count == 1)(lambda: add_lanes(pages.single()))
         if pages.max_count > 1:
-            pl.when(pages.count > 1)(lambda: walk(sum_of_pages, unrolled=False))
+            pl.when(pages.count > 1)(add_several)
         if options.keys() - {"weights"}:
             pl.when(pages.count == 0)(lambda: walk(nothing, unrolled=False))
 

@@ -22,9 +22,15 @@ MAX_PROJECT_ROWS = 64
 # Of more rows a product's programs load less ahead, so that all find room at once.
 MAX_ROOMY_ROWS = 32
 
+# Up to so many rows an expand's programs, few as they are, wait for their loads alone.
+_FEW_ROWS = 128
+
 # From so many rows on an expand's program takes some blocks of columns, or heads, for
 # there are programs enough: of 128 rows that once lost a quarter.
 _WALKED_ROWS = 2048
+
+# Rank pages of one adapter that are multiplied at once, at most.
+MAX_AT_ONCE = 4
 
 # Modules of which one program shrinks a page each, at most.
 MAX_JOINT_MODULES = 4
@@ -78,11 +84,15 @@ def add_splits(parts: Sequence[Array]) -> Array:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ExpandConfig:
-    """`num_blocks` blocks of `block_n` columns of one module a program."""
+    """`num_blocks` blocks of `block_n` columns of one module a program.
+
+    `num_pages` rank pages of its adapter are multiplied at once, at most.
+    """
 
     block_n: int
     num_warps: int
     num_blocks: int = 1
+    num_pages: int = 1
 
     @property
     def num_columns(self) -> int:
@@ -125,27 +135,42 @@ def expand_config(
 ) -> ExpandConfig:
     """Choose the columns of a program; each column's sum is its own.
 
-    With 512, 256, 128 columns 4096 to 4096 columns take, 128 rows of 13 adapters, 5.1,
-    4.1, 3.7 us, 2048 rows of 20 adapters 21.0, 19.6, 19.3; at rank 64 128 columns are
-    0.5 to 1 us faster, too; 64 rows of 64 adapters were 0.4 slower. Where a module has
-    many blocks, each of which reads its v, that counts: 64 rows of 8 adapters to 11008
-    columns take 10.5 us with 512 columns, shrink and expand, and 11.9 with 128.
+    Few rows wait for their loads, and have all pages at once: a row of rank 64 takes
+    2.6 us so, and 4.9 with one page after the other; 128 rows of 13 adapters 5.2, not
+    6.0. With 512, 256, 128 columns these take 5.1, 4.1, 3.7 us at rank 16. Where a
+    module has many blocks, each of which reads its v, that counts: 64 rows of 8
+    adapters to 11008 columns take 10.5 us with 512 columns, shrink and expand, and 11.9
+    with 128; of rank 64 8.8, 8.6 and 9.1 us, the expand alone, with 128, 256 and 512.
 
-    Of many rows a program takes four blocks: 16384 rows of 32 adapters take 81 us so,
-    not 87, with a residual 114, not 119; of rank 64, 8192 rows of 16 adapters 78, not
-    76.
+    More rows wait for each other, and what a program holds counts: of 512 rows of 8
+    adapters 4096 columns take 5.2 us with 256 columns and 5.6 with 128, at rank 64 8.9
+    and 10.4, and with all pages at once 10.1.
+
+    Of many rows a program takes four blocks, each with all pages at once: 8192 rows of
+    16 adapters take 41 us so, not 46, and to 11008 columns 108, not 118; at rank 64 64,
+    not 85; of rank 16 where others may have 64 44, not 46.
     """
+    num_pages = MAX_AT_ONCE
     if jnp.dtype(dtype).itemsize > 2:
         block_n, num_warps = 64, 2
-    elif max_pages == 1 and max(d_outs) > 8192:
-        block_n, num_warps = 512, 8
+    elif num_rows >= _WALKED_ROWS:
+        block_n, num_warps = 128, 4
+    elif num_rows > _FEW_ROWS:
+        block_n, num_warps, num_pages = 256, 8, 1
+    elif max(d_outs) > 8192:
+        block_n, num_warps = 512 if max_pages == 1 else 256, 8
     else:
         block_n, num_warps = 128, 4
     block_n = min(block_n, max(16, pl.next_power_of_2(max(d_outs))))
     num_blocks = 1
-    if max_pages == 1 and block_n <= 128:
+    if max_pages <= pages_at_once(dtype):
         num_blocks = walked_blocks(num_rows, pl.cdiv(max(d_outs), block_n))
-    return ExpandConfig(block_n=block_n, num_warps=num_warps, num_blocks=num_blocks)
+    return ExpandConfig(
+        block_n=block_n,
+        num_warps=num_warps,
+        num_blocks=num_blocks,
+        num_pages=num_pages,
+    )
 
 
 def gated_config(
@@ -159,8 +184,9 @@ def gated_config(
 
     Of many rows a program takes four blocks: 16384 rows of 32 adapters take 382 us so,
     not 403 (with two 408), 2048 rows of 16 adapters 53, not 56. Where adapters may have
-    several pages each block waits for each: 8192 rows of 16 adapters of rank 64 take
-    441 us so, not 389.
+    several pages it has two at once, more would leave room for fewer programs: 8192
+    rows of 16 adapters of rank 64 take 399 us so, not 440, and of rank 16 202, not 212
+    (four at once 399 and 246); of 512 rows 44 and 22.1, not 47 and 20.5.
 
     Args:
       max_pages: of an adapter; None if there are no adapters, for then a program's
@@ -169,9 +195,30 @@ def gated_config(
     block_n = 64 if jnp.dtype(dtype).itemsize > 2 else 128
     block_n = min(block_n, max(16, pl.next_power_of_2(width)))
     num_blocks = 1
-    if max_pages == 1:
+    num_pages = min(2, pages_at_once(dtype)) if num_rows >= _WALKED_ROWS else 1
+    if max_pages == 1 or (max_pages is not None and num_pages > 1):
         num_blocks = walked_blocks(num_rows, pl.cdiv(width, block_n))
-    return ExpandConfig(block_n=block_n, num_warps=4, num_blocks=num_blocks)
+    return ExpandConfig(
+        block_n=block_n, num_warps=4, num_blocks=num_blocks, num_pages=num_pages
+    )
+
+
+def rotary_pages(num_rows: int) -> int:
+    """Return how many rank pages a program that ends with rotary embedding has at once.
+
+    Of many rows of q, k, v and rank 64: 8192 take 239 us so, 290 with one after the
+    other; of rank 16 where others may have 64 153 either way. 512 rows take 37 and 41,
+    but of rank 16 24 and 20.
+    """
+    return MAX_AT_ONCE if num_rows >= _WALKED_ROWS else 1
+
+
+def pages_at_once(dtype: Any) -> int:
+    """Return how many rank pages may be multiplied at once, whatever is asked for.
+
+    float32 has no tensor cores, and a product of more would be unrolled.
+    """
+    return MAX_AT_ONCE if jnp.dtype(dtype).itemsize == 2 else 1
 
 
 def walked_blocks(num_rows: int, most: int) -> int:

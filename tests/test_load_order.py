@@ -82,10 +82,13 @@ def launch(form: str, max_pages: int):
     ("form", "num_products"), [("expand", 1), ("gated", 2), ("rotary", 2)]
 )
 def test_all_loads_come_before_the_first_product(form, num_products, max_pages):
-    [line] = straight_lines(launch(form, max_pages))
-    order = [name for name in line if name in {*_LOADS, "dot_general"}]
-    assert order.count("dot_general") == num_products
-    # Of y, v and B at least.
-    assert len(order) >= num_products * 3 + 1
-    first = order.index("dot_general")
-    assert not _LOADS & set(order[first:])
+    lines = straight_lines(launch(form, max_pages))
+    # Of a single page, and of few rows' expand of all that an adapter may have.
+    assert len(lines) == (2 if form == "expand" and max_pages > 1 else 1)
+    for line in lines:
+        order = [name for name in line if name in {*_LOADS, "dot_general"}]
+        assert order.count("dot_general") == num_products
+        # Of y, v and B at least.
+        assert len(order) >= num_products * 3 + 1
+        first = order.index("dot_general")
+        assert not _LOADS & set(order[first:])

@@ -1,4 +1,4 @@
-"""A program that walks some blocks of columns gives the bits of one of one block."""
+"""Blocks of columns of one program, or rank pages at once, change no bit."""
 
 import math
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from punica_jax.pallas_kernels import segment_metadata
+from punica_jax.pallas_kernels import _fused, segment_metadata
 from punica_jax.pallas_kernels._fused import Shrunk, gated_expand, rotary_expand
 from punica_jax.pallas_kernels._sgmv import expand, shrink
 from punica_jax.pallas_kernels._sgmv_config import (
@@ -143,6 +143,42 @@ def test_rotary(heads, kv_heads, head_dim, pages, dtype, implementation):
     assert_same_bits(run, {2, together} if together % 2 == 0 else {together})
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("pages", [3, rarely(6)])
+@pytest.mark.parametrize("form", ["expand", "gated", "rotary"])
+def test_pages_multiplied_at_once(form, pages, implementation, monkeypatch):
+    d_outs = {"expand": (330, 24), "gated": (330, 330), "rotary": (64, 32, 32)}[form]
+    y, shrunk, interpret = make_launch(d_outs, implementation, pages=pages)
+    cos = jnp.ones((ROWS, 16), y.dtype)
+    kv_pages = jnp.zeros((2, ROWS, 2, 1, 16), y.dtype)
+    row = jnp.arange(ROWS, dtype=jnp.int32)
+
+    def run(num_pages):
+        config = ExpandConfig(block_n=32, num_warps=4, num_pages=num_pages)
+        options = {"config": config, "interpret": interpret}
+        if form == "expand":
+            return expand(y, shrunk.v, shrunk.pool, shrunk.segments, **options)
+        if form == "gated":
+            return gated_expand(y, shrunk, **options)
+        monkeypatch.setattr(_fused, "rotary_pages", lambda rows: num_pages)
+        return rotary_expand(
+            y, shrunk, (cos, cos), kv_pages, row, 0 * row, interpret=interpret
+        )
+
+    if not interpret:
+        assert_same_bits(run, [2, 4])
+        return
+    # A CPU's product of more ranks may add them otherwise than one after the other.
+    expected = run(1)
+    for num_pages in (2, 4):
+        jax.tree.map(assert_close, run(num_pages), expected)
+
+
+def assert_close(actual, expected):
+    actual, expected = (np.asarray(a, np.float32) for a in (actual, expected))
+    np.testing.assert_allclose(actual, expected, rtol=2**-7, atol=2**-9)
+
+
 def test_only_programs_of_many_rows_walk():
     assert [walked_blocks(rows, 9) for rows in (1, 2047, 2048, 16384)] == [1, 1, 4, 4]
     assert [walked_blocks(2048, most) for most in (1, 3, 4)] == [1, 3, 4]
@@ -152,8 +188,10 @@ def test_only_programs_of_many_rows_walk():
         gated = gated_config(11008, jnp.bfloat16, max_pages, rows)
         return expands.num_blocks, gated.num_blocks
 
-    assert num_blocks(1) == (4, 4)
-    assert num_blocks(1, rows=2047) == num_blocks(2) == (1, 1)
-    # A block of so many columns reads its v seldom as it is.
-    assert expand_config((11008,), jnp.bfloat16, 1, 2048).num_blocks == 1
+    assert num_blocks(1) == num_blocks(4) == (4, 4)
+    assert num_blocks(1, rows=2047) == num_blocks(4, rows=2047) == (1, 1)
+    # An expand's blocks wait for their pages where these are not loaded at once.
+    assert num_blocks(5) == (1, 4)
+    assert expand_config((4096,), jnp.float32, 2, 2048).num_blocks == 1
+    assert gated_config(11008, jnp.float32, 2, 2048).num_blocks == 1
     assert gated_config(11008, jnp.bfloat16, None, 2048).num_blocks == 1

@@ -47,6 +47,10 @@ _MANY_ROWS = 1024
 # not 40; of one module down's takes 52, not 57, and each expand 8 us less. Of 2048 rows
 # down's takes 34 us so, not 15.
 _JOINT_ROWS = 8192
+# A program then has so many entries, whatever tiles they are of, for each reads all of
+# A: of 16384 rows of 32 adapters q, k, v's shrink takes 41 us so; by tiles of 16 rows
+# 75, of 32 56, of 128 46.
+_WINDOW_ROWS = 64
 
 # Of some columns, and which of them are there: begins to load what an adapter adds to
 # them, and returns what adds it to y.
@@ -88,10 +92,14 @@ def shrink(
         part_size = config.splits if whole else config.group_size
     num_parts = pl.cdiv(config.splits, part_size)
     shape = (num_parts, entries, pool.num_modules * pool.max_rank)
+    tables, num_programs = launch_tables(pool, segments), segments.num_tiles
+    if joint:
+        tables = *pool.tables, segments.rows, segments.slots
+        num_programs = pl.cdiv(segments.num_rows, _WINDOW_ROWS)
     return pallas_call(
         functools.partial(
             _shrink_kernel,
-            num_tiles=segments.num_tiles,
+            num_programs=num_programs,
             block_rows=segments.block_rows,
             joint=joint,
             part_size=part_size,
@@ -99,20 +107,16 @@ def shrink(
         ),
         out_shape=jax.ShapeDtypeStruct(shape, jnp.float32),
         grid=(
-            segments.num_passes * segments.num_tiles,
+            segments.num_passes * num_programs,
             1 if joint else pool.num_modules,
             num_parts,
         ),
         compiler_params=plgpu.CompilerParams(
-            num_warps=config.num_warps, num_stages=config.num_stages
+            num_warps=4 if joint else config.num_warps, num_stages=config.num_stages
         ),
         interpret=interpret,
         name="lora_shrink",
-    )(
-        x,
-        pool.a,
-        *launch_tables(pool, segments),
-    )
+    )(x, pool.a, *tables)
 
 
 def _shrink_kernel(
@@ -122,32 +126,23 @@ def _shrink_kernel(
     num_pages_ref,  # i32[layers * slots, C]
     layer_ref,  # i32[1]
     rows_ref,  # i32[passes, rows]
-    tile_slot_ref,  # i32[passes, tiles]
-    tile_first_ref,  # i32[passes, tiles]
-    tile_end_ref,  # i32[passes, tiles]
-    v_ref,  # f32[parts, passes * rows, C * max_rank]
-    *,
-    num_tiles: int,
+    *refs,  # of tiles, as in `_expand_kernel`, or i32[passes, rows], slots; v_ref
+    num_programs: int,  # of a pass
     block_rows: int,
-    joint: bool,  # a program shrinks all modules
+    joint: bool,  # a program shrinks a window of entries, and all modules
     part_size: int,
     config: ShrinkConfig,
 ):
-    number, tile = 0, pl.program_id(0)
+    v_ref = refs[-1]  # f32[parts, passes * rows, C * max_rank]
+    number, program = 0, pl.program_id(0)
     if rows_ref.shape[0] > 1:
-        number, tile = lax.div(tile, num_tiles), lax.rem(tile, num_tiles)
+        number, program = (op(program, num_programs) for op in (lax.div, lax.rem))
     part = pl.program_id(2)
     modules = range(num_pages_ref.shape[1]) if joint else [pl.program_id(1)]
     max_rank = page_table_ref.shape[1] * RANK_PAGE
-    slot = tile_slot_ref[number, tile]
     tables = page_table_ref, num_pages_ref, layer_ref
 
-    @pl.when(slot >= 0)
-    def _():
-        entry, live, row = tile_rows(
-            rows_ref, tile_first_ref, tile_end_ref, number, tile, block_rows
-        )
-
+    def multiply(slot: Array, entry: Array, live: Array, row: Array) -> None:
         def store(module, lanes: PageLanes, total: Array) -> None:
             entry_row = number * rows_ref.shape[1] + entry[:, None]
             column = lanes.columns(module * max_rank, v_ref.shape[2])[None, :]
@@ -165,6 +160,40 @@ def _shrink_kernel(
             part=part,
             part_size=part_size,
         )
+
+    if joint:
+        _walk_window(rows_ref, refs[0], number, program, multiply)
+        return
+    tile_slot_ref, tile_first_ref, tile_end_ref = refs[:3]
+    slot = tile_slot_ref[number, program]
+
+    @pl.when(slot >= 0)
+    def _():
+        rows = tile_rows(
+            rows_ref, tile_first_ref, tile_end_ref, number, program, block_rows
+        )
+        multiply(slot, *rows)
+
+
+def _walk_window(
+    rows_ref,  # i32[passes, rows]
+    slots_ref,  # i32[passes, rows], sorted but for -1
+    number: Array | int,
+    window: Array,
+    multiply: Callable[[Array, Array, Array, Array], None],
+) -> None:
+    """Multiply a window's entries, those of one slot after those of the one before."""
+    entry = window * _WINDOW_ROWS + jnp.arange(_WINDOW_ROWS, dtype=jnp.int32)
+    inside = entry < rows_ref.shape[1]
+    row, slots = (load(ref.at[number, entry], inside) for ref in (rows_ref, slots_ref))
+    nobody = jnp.int32(2**30)
+    slots = jnp.where(inside & (slots >= 0), slots, nobody)
+
+    def multiply_slot(slot: Array) -> Array:
+        multiply(slot, entry, slots == slot, row)
+        return jnp.where(slots > slot, slots, nobody).min()
+
+    lax.while_loop(lambda slot: slot < nobody, multiply_slot, slots.min())
 
 
 def expand(

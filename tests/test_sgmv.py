@@ -129,9 +129,9 @@ def test_pages_that_do_not_fill_a_load(ranks, implementation):
 def test_programs_of_all_modules_are_those_of_each(dtype, implementation, monkeypatch):
     # Two adapters a row; ranks of one page each, and of none to two.
     ranks = [[8, 16], [20, 0], [4, 4], [0, 32]]
-    case = make_case(rows=20, ranks=ranks, d_in=264, d_outs=(40, 24), dtype=dtype)
-    slots = np.random.default_rng(2).integers(-1, len(ranks), (20, 2)).astype(np.int32)
-    weights = jnp.asarray(np.random.default_rng(3).random((20, 2), np.float32))
+    case = make_case(rows=150, ranks=ranks, d_in=264, d_outs=(40, 24), dtype=dtype)
+    slots = np.random.default_rng(2).integers(-1, len(ranks), (150, 2)).astype(np.int32)
+    weights = jnp.asarray(np.random.default_rng(3).random((150, 2), np.float32))
 
     def run():
         # Traced anew, for the border is no argument.

@@ -27,8 +27,8 @@ from punica_jax.pallas_kernels._kv_tile import (
 )
 from punica_jax.pallas_kernels._launch import pallas_call
 
-# Steps of so many rows have prompts of some hundred tokens, mostly.
-_MANY_ROWS = 2048
+# Where a sequence may have so many rows, most have some hundred.
+_LONG_QUERY = 8192
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,10 +70,11 @@ def default_config(
         # Small enough for three programs a multiprocessor, which hide each other's
         # waits: 4 prompts of 512 took 65 us so, 74 us or more with 128 rows (H200). Of
         # several query heads 128 rows are still few tokens, and read each key half as
-        # often: 32 prompts of 512, four heads each, take 294 us so, not 315; but 32 of
-        # 100 tokens 40, not 37, so that fewer rows keep to 64.
+        # often: 32 prompts of 512, four heads each, take 294 us so, not 315. Steps of
+        # fewer rows, with more rows that decode or short prompts, keep to 64: 32
+        # prompts of 100 take 37 us so, not 40.
         shared = group > 1 and lanes <= 128  # of more lanes it would spill
-        tile_rows = 128 if shared and max_query_len >= _MANY_ROWS else 64
+        tile_rows = 128 if shared and max_query_len >= _LONG_QUERY else 64
         block_kv, num_warps = max(16, min(32, 4096 // lanes)), 4
     group_rows = pl.next_power_of_2(group)
     most = pl.next_power_of_2(max_query_len)

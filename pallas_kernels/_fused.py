@@ -131,7 +131,11 @@ def _gated_kernel(
             at = h_ref.at[tile.row[:, None], column[None, :]]
             plgpu.store(at, h.astype(h_ref.dtype), mask=mask)
 
-        walk_blocks(config.num_blocks, multiply_block, unrolled=None not in lanes)
+        walk_blocks(
+            config.num_blocks,
+            multiply_block,
+            unrolled=all(own is not None for own in lanes),
+        )
 
     tile.when_busy(pages, multiply)
 
@@ -158,22 +162,26 @@ def rotary_expand(
     q = jax.ShapeDtypeStruct((rows, heads, head_dim), y.dtype)
     if num_heads is None:
         # They share cos and sin, too: 16384 rows of 32 adapters take 300 us with four
-        # heads, 306 with two, 359 with one, 2048 rows of 16 adapters 42, not 50, and of
-        # rank 64, 8192 rows 253, not 275.
+        # heads, 306 with two, 359 with one, 2048 rows of 16 adapters 42, not 50.
         most = 1 if shrunk is None else walked_blocks(rows, kv_heads)
         num_heads = math.gcd(most, heads, kv_heads)
+    num_pages = 1
+    if shrunk is not None:
+        max_pages = shrunk.pool.page_table.shape[1]
+        num_pages = rotary_pages(max_pages, y.dtype, head_dim, num_heads)
     return pallas_call(
         functools.partial(
             _rotary_kernel,
             block_rows=block_rows,
             num_heads=num_heads,
-            num_pages=rotary_pages(rows),
+            num_pages=num_pages,
         ),
         out_shape=(q, jax.ShapeDtypeStruct(kv_pages.shape, kv_pages.dtype)),
         grid=(num_tiles, (heads + 2 * kv_heads) // num_heads),
         input_output_aliases={0: 1},
         # Two warps for one head: 2048 rows of rank 64 take 75 us so, and 114 with four.
-        # Four for more: of four heads they take 74, and 82 with two.
+        # Four for more: of four heads they take 74 (69 with all pages at once), and 82
+        # with two.
         compiler_params=plgpu.CompilerParams(
             num_warps=2 if num_heads == 1 and shrunk is not None else 4, num_stages=1
         ),
@@ -243,7 +251,9 @@ def _rotary_kernel(
                 at = is_v, page[:, None], kv_head, offset[:, None]
                 write(kv_ref, at, values, there)
 
-        walk_blocks(num_heads, rotate_head, unrolled=None not in lanes)
+        walk_blocks(
+            num_heads, rotate_head, unrolled=all(own is not None for own in lanes)
+        )
 
     tile.when_busy([pages], rotate)
 

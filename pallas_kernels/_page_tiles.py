@@ -130,7 +130,7 @@ class AdapterPages:
 
     def fold(self, step: Callable[[PageLanes, Any], Any], init: Any) -> Any:
         """Fold `step(lanes, carry)` over the pages in order, several at once."""
-        if lanes := self.whole():
+        if (lanes := self.whole()) is not None:
             return step(lanes, init)
         width = self.width
         return lax.fori_loop(
@@ -256,9 +256,11 @@ def page_product(
 ) -> Callable[[], Array]:
     """Begin to load B of some pages; return what multiplies it by `page_factor`'s.
 
-    The product is `f32[block_rows, block_n]`. It changes its factors' layout through
-    shared memory, behind barriers that no later load passes: what a block needs, it
-    loads before it multiplies.
+    The product is `f32[block_rows, block_n]`. Add it to a sum at once: a GPU then adds
+    16 ranks after the other to that, and pages multiplied at once give the bits of one
+    after the other (`tests/test_walked_blocks.py`). It changes its factors' layout
+    through shared memory, behind barriers that no later load passes: what a block
+    needs, it loads before it multiplies.
     """
     b = load(
         b_ref.at[lanes.page, lanes.lane, column[None, :]],
@@ -270,8 +272,9 @@ def page_product(
 def walk_blocks(count: int, work: Callable[[Any], None], *, unrolled: bool) -> None:
     """Do `work(i)` for each of a program's `count` blocks of columns.
 
-    Unrolled it is where rows have a single page, as most have; elsewhere a block may
-    have a loop of its own, over pages, and `count` of those would only be longer.
+    Unrolled it is where rows have a single page, as most have, or all pages at once;
+    elsewhere a block has a loop of its own, over pages, and `count` of those would only
+    be longer.
     """
     if unrolled or count == 1:
         for i in range(count):

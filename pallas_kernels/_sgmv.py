@@ -33,7 +33,12 @@ from punica_jax.pallas_kernels._sgmv_config import (
     expand_config,
     shrink_config,
 )
-from punica_jax.pallas_kernels._shrink_tile import shrink_modules
+from punica_jax.pallas_kernels._shrink_tile import (
+    WINDOW_WARPS,
+    leads_window,
+    shrink_modules,
+    window_rows,
+)
 
 # From so many rows on a program of the shrink takes a group of splits, and of several
 # modules all of them. 4096 to 4096 columns at rank 16 take 24.0 us so for 2048 rows,
@@ -42,16 +47,11 @@ from punica_jax.pallas_kernels._shrink_tile import shrink_modules
 # of 2048 rows of 4 adapters they take 47 and 64 us, not 52 and 72; one module's expand
 # has so few blocks that it saves nothing.
 _MANY_ROWS = 1024
-# From so many on it takes all splits of all modules, for x is more than the L2 holds:
-# of 8192 rows of 16 adapters q, k, v's shrink takes 35 us so, not 56, gate and up's 26,
-# not 40; of one module down's takes 52, not 57, and each expand 8 us less. Of 2048 rows
-# down's takes 34 us so, not 15.
+# From so many on it takes all splits of all modules, for x is more than the L2 holds,
+# and windows of tiles: of 8192 rows of 16 adapters q, k, v's shrink takes 29 us so, not
+# 41, gate and up's 26, not 27, down's 55, not 56; and each expand 8 us less. Of 2048
+# rows down's takes 34 us so, not 15.
 _JOINT_ROWS = 8192
-# A program then has so many entries, whatever tiles they are of, for each reads all of
-# A: of 16384 rows of 32 adapters q, k, v's shrink takes 41 us so; by tiles of 16 rows
-# 75, of 32 56, of 128 46.
-_WINDOW_ROWS = 64
-
 # Of some columns, and which of them are there: begins to load what an adapter adds to
 # them, and returns what adds it to y.
 _Begin = Callable[[Array, Array | None], Callable[[Array], Array]]
@@ -92,14 +92,10 @@ def shrink(
         part_size = config.splits if whole else config.group_size
     num_parts = pl.cdiv(config.splits, part_size)
     shape = (num_parts, entries, pool.num_modules * pool.max_rank)
-    tables, num_programs = launch_tables(pool, segments), segments.num_tiles
-    if joint:
-        tables = *pool.tables, segments.rows, segments.slots
-        num_programs = pl.cdiv(segments.num_rows, _WINDOW_ROWS)
     return pallas_call(
         functools.partial(
             _shrink_kernel,
-            num_programs=num_programs,
+            num_tiles=segments.num_tiles,
             block_rows=segments.block_rows,
             joint=joint,
             part_size=part_size,
@@ -107,16 +103,22 @@ def shrink(
         ),
         out_shape=jax.ShapeDtypeStruct(shape, jnp.float32),
         grid=(
-            segments.num_passes * num_programs,
+            segments.num_passes * segments.num_tiles,
             1 if joint else pool.num_modules,
             num_parts,
         ),
         compiler_params=plgpu.CompilerParams(
-            num_warps=4 if joint else config.num_warps, num_stages=config.num_stages
+            num_warps=WINDOW_WARPS if joint else config.num_warps,
+            num_stages=config.num_stages,
         ),
         interpret=interpret,
         name="lora_shrink",
-    )(x, pool.a, *tables)
+    )(
+        x,
+        pool.a,
+        *launch_tables(pool, segments),
+        *([segments.slots] if joint else []),
+    )
 
 
 def _shrink_kernel(
@@ -126,23 +128,36 @@ def _shrink_kernel(
     num_pages_ref,  # i32[layers * slots, C]
     layer_ref,  # i32[1]
     rows_ref,  # i32[passes, rows]
-    *refs,  # of tiles, as in `_expand_kernel`, or i32[passes, rows], slots; v_ref
-    num_programs: int,  # of a pass
+    tile_slot_ref,  # i32[passes, tiles]
+    tile_first_ref,  # i32[passes, tiles]
+    tile_end_ref,  # i32[passes, tiles]
+    *refs,  # if joint, slots, i32[passes, rows]; v_ref
+    num_tiles: int,
     block_rows: int,
-    joint: bool,  # a program shrinks a window of entries, and all modules
+    joint: bool,  # a program shrinks all modules, and a window's tiles of a slot
     part_size: int,
     config: ShrinkConfig,
 ):
     v_ref = refs[-1]  # f32[parts, passes * rows, C * max_rank]
-    number, program = 0, pl.program_id(0)
+    number, tile = 0, pl.program_id(0)
     if rows_ref.shape[0] > 1:
-        number, program = (op(program, num_programs) for op in (lax.div, lax.rem))
+        number, tile = lax.div(tile, num_tiles), lax.rem(tile, num_tiles)
     part = pl.program_id(2)
     modules = range(num_pages_ref.shape[1]) if joint else [pl.program_id(1)]
     max_rank = page_table_ref.shape[1] * RANK_PAGE
+    slot = tile_slot_ref[number, tile]
     tables = page_table_ref, num_pages_ref, layer_ref
+    find_rows, busy = tile_rows, slot >= 0
+    if joint:
+        find_rows = functools.partial(window_rows, refs[0], slot)
+        busy &= leads_window(tile_slot_ref, tile_first_ref, number, tile, block_rows)
 
-    def multiply(slot: Array, entry: Array, live: Array, row: Array) -> None:
+    @pl.when(busy)
+    def _():
+        entry, live, row = find_rows(
+            rows_ref, tile_first_ref, tile_end_ref, number, tile, block_rows
+        )
+
         def store(module, lanes: PageLanes, total: Array) -> None:
             entry_row = number * rows_ref.shape[1] + entry[:, None]
             column = lanes.columns(module * max_rank, v_ref.shape[2])[None, :]
@@ -160,40 +175,6 @@ def _shrink_kernel(
             part=part,
             part_size=part_size,
         )
-
-    if joint:
-        _walk_window(rows_ref, refs[0], number, program, multiply)
-        return
-    tile_slot_ref, tile_first_ref, tile_end_ref = refs[:3]
-    slot = tile_slot_ref[number, program]
-
-    @pl.when(slot >= 0)
-    def _():
-        rows = tile_rows(
-            rows_ref, tile_first_ref, tile_end_ref, number, program, block_rows
-        )
-        multiply(slot, *rows)
-
-
-def _walk_window(
-    rows_ref,  # i32[passes, rows]
-    slots_ref,  # i32[passes, rows], sorted but for -1
-    number: Array | int,
-    window: Array,
-    multiply: Callable[[Array, Array, Array, Array], None],
-) -> None:
-    """Multiply a window's entries, those of one slot after those of the one before."""
-    entry = window * _WINDOW_ROWS + jnp.arange(_WINDOW_ROWS, dtype=jnp.int32)
-    inside = entry < rows_ref.shape[1]
-    row, slots = (load(ref.at[number, entry], inside) for ref in (rows_ref, slots_ref))
-    nobody = jnp.int32(2**30)
-    slots = jnp.where(inside & (slots >= 0), slots, nobody)
-
-    def multiply_slot(slot: Array) -> Array:
-        multiply(slot, entry, slots == slot, row)
-        return jnp.where(slots > slot, slots, nobody).min()
-
-    lax.while_loop(lambda slot: slot < nobody, multiply_slot, slots.min())
 
 
 def expand(
@@ -341,7 +322,7 @@ def _expand_kernel(
             walk(begin, unrolled=True)
 
         def add_several() -> None:
-            if lanes := pages.whole():
+            if (lanes := pages.whole()) is not None:
                 add_lanes(lanes)
             else:
                 walk(begin_pages, unrolled=False)

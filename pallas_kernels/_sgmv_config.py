@@ -123,8 +123,8 @@ def shrink_config(d_in: int, dtype: Any) -> ShrinkConfig:
         steps=steps,
         block_d=block_d,
         # A page is 16 columns wide, two warps' worth: of four, two would repeat what
-        # the others load. 8192 rows of 16 adapters take 56, not 69 us (q, k, v), 128
-        # rows 4.3, not 5.5; of rank 64 2048 rows 28, not 30.
+        # the others load. 128 rows take 4.3, not 5.5 us; of rank 64 2048 rows 28, not
+        # 30. (A window of many rows has four.)
         num_warps=2,
         num_stages=3,
     )
@@ -148,13 +148,16 @@ def expand_config(
 
     Of many rows a program takes four blocks, each with all pages at once: 8192 rows of
     16 adapters take 41 us so, not 46, and to 11008 columns 108, not 118; at rank 64 64,
-    not 85; of rank 16 where others may have 64 44, not 46.
+    not 85; of rank 16 where others may have 64 44, not 46. (With one block and four
+    pages at once these take 48.)
     """
-    num_pages = MAX_AT_ONCE
+    num_pages = pages_at_once(dtype)
+    all_at_once = max_pages <= num_pages
     if jnp.dtype(dtype).itemsize > 2:
         block_n, num_warps = 64, 2
     elif num_rows >= _WALKED_ROWS:
         block_n, num_warps = 128, 4
+        num_pages = num_pages if all_at_once else 1
     elif num_rows > _FEW_ROWS:
         block_n, num_warps, num_pages = 256, 8, 1
     elif max(d_outs) > 8192:
@@ -163,7 +166,7 @@ def expand_config(
         block_n, num_warps = 128, 4
     block_n = min(block_n, max(16, pl.next_power_of_2(max(d_outs))))
     num_blocks = 1
-    if max_pages <= pages_at_once(dtype):
+    if all_at_once:
         num_blocks = walked_blocks(num_rows, pl.cdiv(max(d_outs), block_n))
     return ExpandConfig(
         block_n=block_n,
@@ -179,14 +182,15 @@ def gated_config(
     """Choose the columns of gate, and of up, of a program that ends with SiLU.
 
     8192 rows of 16 adapters, 2 x 11008 columns, take 203 us with 128 columns and four
-    warps a program, 220 with 64 and two, 226 with 256; with tiles of 32 rows 224 and
-    more.
+    warps a program of one block, 220 with 64 and two, 226 with 256; with tiles of 32
+    rows 224 and more.
 
     Of many rows a program takes four blocks: 16384 rows of 32 adapters take 382 us so,
     not 403 (with two 408), 2048 rows of 16 adapters 53, not 56. Where adapters may have
-    several pages it has two at once, more would leave room for fewer programs: 8192
-    rows of 16 adapters of rank 64 take 399 us so, not 440, and of rank 16 202, not 212
-    (four at once 399 and 246); of 512 rows 44 and 22.1, not 47 and 20.5.
+    up to four pages it has two of them at once, for all would leave room for fewer
+    programs: 8192 rows of rank 64 take 399 us so, with one page and block 440; of rank
+    16 where others may have 64 202 and 212, with all four at once 246. Fewer rows have
+    one at a time: of 512 those of rank 16 take 20.5 us so, with two at once 22.1.
 
     Args:
       max_pages: of an adapter; None if there are no adapters, for then a program's
@@ -194,23 +198,31 @@ def gated_config(
     """
     block_n = 64 if jnp.dtype(dtype).itemsize > 2 else 128
     block_n = min(block_n, max(16, pl.next_power_of_2(width)))
-    num_blocks = 1
-    num_pages = min(2, pages_at_once(dtype)) if num_rows >= _WALKED_ROWS else 1
-    if max_pages == 1 or (max_pages is not None and num_pages > 1):
+    num_blocks = num_pages = 1
+    if max_pages is not None and max_pages <= pages_at_once(dtype):
         num_blocks = walked_blocks(num_rows, pl.cdiv(width, block_n))
+        num_pages = min(2, num_blocks)
     return ExpandConfig(
         block_n=block_n, num_warps=4, num_blocks=num_blocks, num_pages=num_pages
     )
 
 
-def rotary_pages(num_rows: int) -> int:
+def rotary_pages(max_pages: int, dtype: Any, head_dim: int, num_heads: int) -> int:
     """Return how many rank pages a program that ends with rotary embedding has at once.
 
-    Of many rows of q, k, v and rank 64: 8192 take 239 us so, 290 with one after the
-    other; of rank 16 where others may have 64 153 either way. 512 rows take 37 and 41,
-    but of rank 16 24 and 20.
+    All, where it takes several heads, as it does of many rows: 8192 rows of rank 64
+    take 239 us so, with one page at a time 290; of rank 16 where others may have 64 153
+    either way. A program of one head has one at a time: 512 rows of rank 64 take 41 us
+    so, and 37 with all at once, but of rank 16 20 and 24.
+
+    Args:
+      max_pages: of an adapter.
+      dtype: of B.
+      head_dim: columns of a head; of wide ones all pages would not fit in registers.
+      num_heads: of a program.
     """
-    return MAX_AT_ONCE if num_rows >= _WALKED_ROWS else 1
+    most = pages_at_once(dtype)
+    return most if num_heads > 1 and head_dim <= 128 and max_pages <= most else 1
 
 
 def pages_at_once(dtype: Any) -> int:

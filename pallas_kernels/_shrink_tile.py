@@ -1,5 +1,9 @@
 """One tile's shrink: its rows times A of their adapter, over some splits of d_in.
 
+Of many rows a program takes the tiles of one adapter that begin in one window of
+entries, for each program reads all of A: of 16384 rows of 32 adapters q, k, v's shrink
+takes 41 us so, and 75 by tiles of 16 rows; gate and up's 38 and 45, down's 88 and 92.
+
 Runs inside kernels only: `_sgmv`'s, and of a few rows `_project`'s. Knows refs; nothing
 of launches.
 """
@@ -21,6 +25,54 @@ from punica_jax.pallas_kernels._page_tiles import (
     mask_of,
 )
 from punica_jax.pallas_kernels._sgmv_config import MAX_JOINT_MODULES, ShrinkConfig
+
+# Entries of a window, and the warps that take it.
+_WINDOW_ROWS = 64
+WINDOW_WARPS = 4
+
+
+def leads_window(
+    tile_slot_ref: Any,  # i32[passes, tiles]
+    tile_first_ref: Any,  # i32[passes, tiles]
+    number: Array | int,
+    tile: Array,
+    block_rows: int,
+) -> Array:
+    """Tell whether no tile of the same slot, and before it, begins in its window."""
+    size = max(_WINDOW_ROWS, block_rows)
+    before = jnp.maximum(tile - 1, 0)
+    window, window_before = (
+        lax.div(tile_first_ref[number, one], size) for one in (tile, before)
+    )
+    slot, slot_before = (tile_slot_ref[number, one] for one in (tile, before))
+    return (tile == 0) | (slot != slot_before) | (window != window_before)
+
+
+def window_rows(
+    slots_ref: Any,  # i32[passes, rows]
+    slot: Array,
+    rows_ref: Any,  # i32[passes, rows]
+    tile_first_ref: Any,  # i32[passes, tiles]
+    tile_end_ref: Any,
+    number: Array | int,
+    tile: Array,
+    block_rows: int,
+) -> tuple[Array, Array, Array]:
+    """Return what `tile_rows` does, of all tiles of the slot that begin in a window.
+
+    `tile` is the first of them; the last may end in the next window.
+    """
+    del tile_end_ref
+    size = max(_WINDOW_ROWS, block_rows)
+    first = tile_first_ref[number, tile]
+    num_tiles = pl.cdiv(size - lax.rem(first, size), block_rows)
+    num_rows, lane = rows_ref.shape[1], jnp.arange(size, dtype=jnp.int32)
+    entry = first + lane
+    inside = (lane < num_tiles * block_rows) & (entry < num_rows)
+    live = inside & (load(slots_ref.at[number, entry], inside) == slot)
+    entry = jnp.where(live, entry, num_rows + lane)
+    row = load(rows_ref.at[number, entry], live)
+    return entry, live, jnp.where(live, row, num_rows + lane)
 
 
 def shrink_modules(

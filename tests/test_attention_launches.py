@@ -111,12 +111,12 @@ def test_prefill_tiles_follow_the_longest_query():
     )
     assert config(max_query_len=5).block_rows == 8
     assert config(max_query_len=2).block_rows == 4
-    assert config(max_query_len=2047).block_rows == config(max_query_len=64).block_rows
+    assert config(max_query_len=8191).block_rows == config(max_query_len=64).block_rows
     # Of many rows heads that share keys have longer tiles, if registers hold them.
-    assert config(max_query_len=2047).block_rows == 16
-    assert config(max_query_len=2048).block_rows == 32
-    assert config(max_query_len=2048, head_dim=256).block_rows == 16
-    assert config(max_query_len=2048, group=1).block_rows == 64
+    assert config(max_query_len=8191).block_rows == 16
+    assert config(max_query_len=8192).block_rows == 32
+    assert config(max_query_len=8192, head_dim=256).block_rows == 16
+    assert config(max_query_len=8192, group=1).block_rows == 64
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -6,6 +7,7 @@ import numpy as np
 import pytest
 
 from punica_jax.pallas_kernels import _sgmv, expand, lora, segment_metadata, shrink
+from punica_jax.pallas_kernels._sgmv_config import add_splits
 from punica_jax.pallas_kernels.shapes import (
     POPULARITIES,
     TEST_DTYPES,
@@ -143,6 +145,62 @@ def test_programs_of_all_modules_are_those_of_each(dtype, implementation, monkey
     monkeypatch.setattr(_sgmv, "_MANY_ROWS", 1)
     monkeypatch.setattr(_sgmv, "_JOINT_ROWS", 1)
     np.testing.assert_array_equal(run(), apart)
+
+
+@pytest.mark.parametrize("implementation", ["pallas_interpret", GPU])
+@pytest.mark.parametrize("block_rows", [16, 32, 128])
+def test_windows_of_tiles(block_rows, implementation, monkeypatch):
+    # Segments of many tiles, of one, and of one row; some begin and end in a window.
+    sizes = {0: 150, 1: 1, 3: 1, 4: 70, 5: 1, 6: 16, -1: 9}
+    slots = np.repeat(list(sizes), list(sizes.values())).astype(np.int32)
+    slots = np.random.default_rng(4).permutation(slots)
+    case = make_case(rows=len(slots), ranks=MIXED_RANKS, d_in=264, dtype="float32")
+    segments = segment_metadata(
+        jnp.asarray(slots),
+        num_slots=len(MIXED_RANKS),
+        block_rows=block_rows,
+        implementation=implementation,
+    )
+
+    pages = case.pool.num_pages[jnp.maximum(segments.slots[0], 0)]
+    pages = jnp.where(segments.slots[0, :, None] >= 0, pages, 0)
+    rank = jnp.arange(case.pool.max_rank)[None, None]
+    used = (rank < 16 * pages[:, :, None]).reshape(len(slots), -1)
+
+    def run():
+        interpret = implementation == "pallas_interpret"
+        v = _sgmv.shrink(jnp.asarray(case.x), case.pool, segments, interpret=interpret)
+        if interpret:  # what is not written is NaN
+            np.testing.assert_array_equal(
+                jnp.isnan(v), jnp.broadcast_to(~used, v.shape)
+            )
+        return jnp.where(used, add_splits(list(v)), 0)
+
+    apart = run()
+    monkeypatch.setattr(_sgmv, "_MANY_ROWS", 1)
+    monkeypatch.setattr(_sgmv, "_JOINT_ROWS", 1)
+    np.testing.assert_array_equal(run(), apart)
+    assert jnp.abs(apart).max() > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rank", [16, 60, 90])
+def test_row_is_bitwise_the_same_among_any_number(rank):
+    # Few rows, some, many, and those whose shrink goes by windows.
+    counts = (1, 129, 2048, 8192)
+    ranks = [[rank, rank], [16, 3], [rank, 0], [1, 16]]
+    case = make_case(rows=counts[-1], ranks=ranks, d_in=4096, dtype="bfloat16")
+    slots = np.random.default_rng(5).integers(-1, len(ranks), counts[-1])
+    slots[0] = 0
+
+    def run(count):
+        y, x = (jnp.asarray(array[:count]) for array in (case.y, case.x))
+        made = jnp.asarray(slots[:count], jnp.int32)
+        return np.asarray(apply(y, x, case.pool, made, implementation="pallas_triton"))
+
+    results = [run(count) for count in counts]
+    for fewer, more in itertools.pairwise(results):
+        np.testing.assert_array_equal(more[: len(fewer)], fewer)
 
 
 @pytest.mark.parametrize("implementation", ["xla", INTERPRET_GRID, GPU])

@@ -14,6 +14,7 @@ from punica_jax.pallas_kernels._sgmv_config import (
     ExpandConfig,
     expand_config,
     gated_config,
+    rotary_pages,
     walked_blocks,
 )
 from tests.sgmv_cases import make_case
@@ -34,7 +35,10 @@ def make_launch(d_outs, implementation, *, dtype="bfloat16", pages=1, passes=1):
     modules = len(d_outs)
     # Modules without an adapter, too, and of several pages, if there may be.
     ranks = [[16] * modules, [7] * modules, [0] + [16] * (modules - 1), [3] * modules]
-    ranks[1] = [7 + 16 * (pages - 1)] * modules
+    if pages > 1:
+        many = 7 + 16 * (pages - 1)
+        ranks[1:] = [[many] * modules, [0] + [many] * (modules - 1), [many, 0, 16]]
+        ranks[3] = ranks[3][:modules]
     case = make_case(rows=ROWS, ranks=ranks, d_in=40, d_outs=d_outs, dtype=dtype)
     rng = np.random.default_rng(1)
     slots = rng.integers(-1, len(ranks), (ROWS, passes))
@@ -153,16 +157,37 @@ def test_pages_multiplied_at_once(form, pages, implementation, monkeypatch):
     kv_pages = jnp.zeros((2, ROWS, 2, 1, 16), y.dtype)
     row = jnp.arange(ROWS, dtype=jnp.int32)
 
+    residual = jnp.asarray(np.random.default_rng(3).standard_normal(y.shape), y.dtype)
+    scale = jnp.full((4, y.shape[1]), 1.5, jnp.float32)
+
     def run(num_pages):
-        config = ExpandConfig(block_n=32, num_warps=4, num_pages=num_pages)
-        options = {"config": config, "interpret": interpret}
+        # As where there are many rows.
+        config = ExpandConfig(
+            block_n=32, num_warps=4, num_blocks=num_pages, num_pages=num_pages
+        )
         if form == "expand":
-            return expand(y, shrunk.v, shrunk.pool, shrunk.segments, **options)
+            return expand(
+                y,
+                shrunk.v,
+                shrunk.pool,
+                shrunk.segments,
+                scale=scale,
+                residual=residual,
+                config=config,
+                interpret=interpret,
+            )
         if form == "gated":
-            return gated_expand(y, shrunk, **options)
-        monkeypatch.setattr(_fused, "rotary_pages", lambda rows: num_pages)
+            return gated_expand(y, shrunk, config=config, interpret=interpret)
+        monkeypatch.setattr(_fused, "rotary_pages", lambda *_: num_pages)
         return rotary_expand(
-            y, shrunk, (cos, cos), kv_pages, row, 0 * row, interpret=interpret
+            y,
+            shrunk,
+            (cos, cos),
+            kv_pages,
+            row,
+            0 * row,
+            num_heads=min(2, num_pages),
+            interpret=interpret,
         )
 
     if not interpret:
@@ -190,8 +215,31 @@ def test_only_programs_of_many_rows_walk():
 
     assert num_blocks(1) == num_blocks(4) == (4, 4)
     assert num_blocks(1, rows=2047) == num_blocks(4, rows=2047) == (1, 1)
-    # An expand's blocks wait for their pages where these are not loaded at once.
-    assert num_blocks(5) == (1, 4)
+    # Blocks wait for their pages where an adapter may have many.
+    assert num_blocks(5) == (1, 1)
     assert expand_config((4096,), jnp.float32, 2, 2048).num_blocks == 1
     assert gated_config(11008, jnp.float32, 2, 2048).num_blocks == 1
     assert gated_config(11008, jnp.bfloat16, None, 2048).num_blocks == 1
+
+
+def test_expands_have_pages_at_once_where_registers_allow():
+    def choices(max_pages, dtype=jnp.bfloat16):
+        configs = [
+            expand_config((4096,), dtype, max_pages, rows)
+            for rows in (1, 128, 129, 2047, 2048)
+        ]
+        return [(config.block_n, config.num_pages) for config in configs]
+
+    few, some, many = (128, 4), (256, 1), (128, 4)
+    assert choices(1) == choices(4) == [few, few, some, some, many]
+    assert choices(5) == [few, few, some, some, (128, 1)]
+    assert {pages for _, pages in choices(4, jnp.float32)} == {1}
+    assert expand_config((11008,), jnp.bfloat16, 1, 128).block_n == 512
+    assert expand_config((11008,), jnp.bfloat16, 4, 128).block_n == 256
+    assert gated_config(11008, jnp.bfloat16, 4, 2047).num_pages == 1
+    assert gated_config(11008, jnp.bfloat16, 4, 2048).num_pages == 2
+    assert rotary_pages(4, jnp.bfloat16, 128, 4) == 4
+    for other in ((5, jnp.bfloat16, 128, 4), (4, jnp.float32, 128, 4)):
+        assert rotary_pages(*other) == 1
+    assert rotary_pages(4, jnp.bfloat16, 256, 4) == 1
+    assert rotary_pages(4, jnp.bfloat16, 128, 1) == 1

@@ -38,7 +38,7 @@ class AdapterTile:
     """
 
     def __init__(
-        self, refs: tuple[Any, ...], num_rows: int, block_rows: int, num_pages: int
+        self, refs: tuple[Any, ...], num_rows: int, block_rows: int, pages_at_once: int
     ):
         """Find program `pl.program_id(0)`'s rows.
 
@@ -46,10 +46,10 @@ class AdapterTile:
           refs: of `Shrunk.operands`, or none.
           num_rows: of the launch.
           block_rows: of a tile.
-          num_pages: of the adapter, that are multiplied at once, at most.
+          pages_at_once: of the adapter, that are multiplied, at most.
         """
         tile = pl.program_id(0)
-        self._refs, self._num_pages = refs, num_pages
+        self._refs, self._pages_at_once = refs, pages_at_once
         if not refs:
             lane = jnp.arange(block_rows, dtype=jnp.int32)
             self.row = tile * block_rows + lane
@@ -76,7 +76,7 @@ class AdapterTile:
         if not self._refs:
             return None
         _, b_ref, *tables = self._refs[:5]
-        return AdapterPages.of(tables, b_ref, self._slot, module, self._num_pages)
+        return AdapterPages.of(tables, b_ref, self._slot, module, self._pages_at_once)
 
     def when_busy(
         self,

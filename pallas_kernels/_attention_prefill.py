@@ -27,7 +27,7 @@ from punica_jax.pallas_kernels._kv_tile import (
 )
 from punica_jax.pallas_kernels._launch import pallas_call
 
-# Where a sequence may have so many rows, most have some hundred.
+# A bucket's bound, no usual length: in steps of so many rows most are of prompts.
 _LONG_QUERY = 8192
 
 

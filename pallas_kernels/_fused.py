@@ -24,7 +24,7 @@ from punica_jax.pallas_kernels._segments import Segments
 from punica_jax.pallas_kernels._sgmv_config import (
     ExpandConfig,
     gated_config,
-    rotary_pages,
+    rotary_pages_at_once,
     walked_blocks,
 )
 
@@ -107,7 +107,7 @@ def _gated_kernel(
 ):
     h_ref = refs[-1]
     width = h_ref.shape[1]
-    tile = AdapterTile(refs[:-1], y_ref.shape[0], block_rows, config.num_pages)
+    tile = AdapterTile(refs[:-1], y_ref.shape[0], block_rows, config.pages_at_once)
     first_column = pl.program_id(1) * config.num_columns
     whole = width % config.num_columns == 0
     pages = [tile.pages(module) for module in range(2)]
@@ -165,16 +165,16 @@ def rotary_expand(
         # heads, 306 with two, 359 with one, 2048 rows of 16 adapters 42, not 50.
         most = 1 if shrunk is None else walked_blocks(rows, kv_heads)
         num_heads = math.gcd(most, heads, kv_heads)
-    num_pages = 1
+    pages_at_once = 1
     if shrunk is not None:
         max_pages = shrunk.pool.page_table.shape[1]
-        num_pages = rotary_pages(max_pages, y.dtype, head_dim, num_heads)
+        pages_at_once = rotary_pages_at_once(max_pages, y.dtype, head_dim, num_heads)
     return pallas_call(
         functools.partial(
             _rotary_kernel,
             block_rows=block_rows,
             num_heads=num_heads,
-            num_pages=num_pages,
+            pages_at_once=pages_at_once,
         ),
         out_shape=(q, jax.ShapeDtypeStruct(kv_pages.shape, kv_pages.dtype)),
         grid=(num_tiles, (heads + 2 * kv_heads) // num_heads),
@@ -200,14 +200,14 @@ def _rotary_kernel(
     *refs,  # of `Shrunk.operands`, or none; q_ref [rows, heads, head_dim], kv_ref
     block_rows: int,
     num_heads: int,
-    num_pages: int,
+    pages_at_once: int,
 ):
     del kv_in_ref
     *refs, q_ref, kv_ref = refs
     _, heads, head_dim = q_ref.shape
-    num_kv_pages, kv_heads = kv_ref.shape[1:3]
+    num_pages, kv_heads = kv_ref.shape[1:3]
     half = head_dim // 2
-    tile = AdapterTile(tuple(refs), y_ref.shape[0], block_rows, num_pages)
+    tile = AdapterTile(tuple(refs), y_ref.shape[0], block_rows, pages_at_once)
     first_head = pl.program_id(1) * num_heads
     lane = jnp.arange(max(16, pl.next_power_of_2(half)), dtype=jnp.int32)
     inside = None if half == lane.size else (lane < half)[None, :]
@@ -220,7 +220,7 @@ def _rotary_kernel(
         begun = tile.begin_factor(module, *lanes)
         cos, sin = (tile.load(ref, lane, inside) for ref in (cos_ref, sin_ref))
         page, offset, there = kv_places(
-            page_ref, offset_ref, tile.row, tile.live & (is_kv > 0), num_kv_pages
+            page_ref, offset_ref, tile.row, tile.live & (is_kv > 0), num_pages
         )
 
         def rotate_head(i) -> None:

@@ -17,7 +17,7 @@ from punica_jax.pallas_kernels._pool import RANK_PAGE
 from punica_jax.pallas_kernels._sgmv_config import (
     MAX_AT_ONCE,
     add_splits,
-    pages_at_once,
+    most_pages_at_once,
 )
 
 
@@ -106,7 +106,7 @@ class AdapterPages:
             count=jnp.where(slot >= 0, num_pages_ref[row, module], 0),
             first=first,
             page=first + page_table_ref[known, 0],
-            most=min(most, pages_at_once(weights_ref.dtype)),
+            most=min(most, most_pages_at_once(weights_ref.dtype)),
         )
 
     @property

@@ -34,7 +34,6 @@ from punica_jax.pallas_kernels._sgmv_config import (
     shrink_config,
 )
 from punica_jax.pallas_kernels._shrink_tile import (
-    WINDOW_WARPS,
     leads_window,
     shrink_modules,
     window_rows,
@@ -47,11 +46,15 @@ from punica_jax.pallas_kernels._shrink_tile import (
 # of 2048 rows of 4 adapters they take 47 and 64 us, not 52 and 72; one module's expand
 # has so few blocks that it saves nothing.
 _MANY_ROWS = 1024
-# From so many on it takes all splits of all modules, for x is more than the L2 holds,
-# and windows of tiles: of 8192 rows of 16 adapters q, k, v's shrink takes 29 us so, not
-# 41, gate and up's 26, not 27, down's 55, not 56; and each expand 8 us less. Of 2048
-# rows down's takes 34 us so, not 15.
+# From so many on it takes all splits of all modules, for x is more than the L2 holds:
+# of 8192 rows of 16 adapters q, k, v's shrink takes 35 us so, not 56, gate and up's 26,
+# not 40; of one module down's takes 52, not 57, and each expand 8 us less. Of 2048 rows
+# down's takes 34 us so, not 15.
 _JOINT_ROWS = 8192
+# And from so many on windows of tiles, of which there are as many as multiprocessors
+# take at once; see `_shrink_tile`. Of 8192 rows that gains nothing.
+_WINDOWED_ROWS = 16384
+
 # Of some columns, and which of them are there: begins to load what an adapter adds to
 # them, and returns what adds it to y.
 _Begin = Callable[[Array, Array | None], Callable[[Array], Array]]
@@ -87,6 +90,7 @@ def shrink(
     # What many rows' tiles give, each block of an expand reads: the fewer the better.
     part_size = 1
     joint = segments.num_rows >= _JOINT_ROWS
+    windowed = segments.num_rows >= _WINDOWED_ROWS
     if segments.num_rows >= _MANY_ROWS:
         whole = joint or pool.num_modules > 1
         part_size = config.splits if whole else config.group_size
@@ -98,6 +102,7 @@ def shrink(
             num_tiles=segments.num_tiles,
             block_rows=segments.block_rows,
             joint=joint,
+            windowed=windowed,
             part_size=part_size,
             config=config,
         ),
@@ -108,17 +113,12 @@ def shrink(
             num_parts,
         ),
         compiler_params=plgpu.CompilerParams(
-            num_warps=WINDOW_WARPS if joint else config.num_warps,
+            num_warps=config.window_warps if windowed else config.num_warps,
             num_stages=config.num_stages,
         ),
         interpret=interpret,
         name="lora_shrink",
-    )(
-        x,
-        pool.a,
-        *launch_tables(pool, segments),
-        *([segments.slots] if joint else []),
-    )
+    )(x, pool.a, *launch_tables(pool, segments), segments.slots)
 
 
 def _shrink_kernel(
@@ -131,14 +131,16 @@ def _shrink_kernel(
     tile_slot_ref,  # i32[passes, tiles]
     tile_first_ref,  # i32[passes, tiles]
     tile_end_ref,  # i32[passes, tiles]
-    *refs,  # if joint, slots, i32[passes, rows]; v_ref
+    slots_ref,  # i32[passes, rows]
+    v_ref,  # f32[parts, passes * rows, C * max_rank]
+    *,
     num_tiles: int,
     block_rows: int,
-    joint: bool,  # a program shrinks all modules, and a window's tiles of a slot
+    joint: bool,  # a program shrinks all modules
+    windowed: bool,  # and all tiles of its slot that begin in a window
     part_size: int,
     config: ShrinkConfig,
 ):
-    v_ref = refs[-1]  # f32[parts, passes * rows, C * max_rank]
     number, tile = 0, pl.program_id(0)
     if rows_ref.shape[0] > 1:
         number, tile = lax.div(tile, num_tiles), lax.rem(tile, num_tiles)
@@ -147,15 +149,15 @@ def _shrink_kernel(
     max_rank = page_table_ref.shape[1] * RANK_PAGE
     slot = tile_slot_ref[number, tile]
     tables = page_table_ref, num_pages_ref, layer_ref
-    find_rows, busy = tile_rows, slot >= 0
-    if joint:
-        find_rows = functools.partial(window_rows, refs[0], slot)
+    busy = slot >= 0
+    if windowed:
         busy &= leads_window(tile_slot_ref, tile_first_ref, number, tile, block_rows)
 
     @pl.when(busy)
     def _():
-        entry, live, row = find_rows(
-            rows_ref, tile_first_ref, tile_end_ref, number, tile, block_rows
+        find, ends = (window_rows, slots_ref) if windowed else (tile_rows, tile_end_ref)
+        entry, live, row = find(
+            rows_ref, tile_first_ref, ends, number, tile, block_rows
         )
 
         def store(module, lanes: PageLanes, total: Array) -> None:
@@ -262,7 +264,7 @@ def _expand_kernel(
         pl.program_id(1), d_outs, d_out_offsets, programs
     )
     tables = page_table_ref, num_pages_ref, layer_ref
-    pages = AdapterPages.of(tables, b_ref, slot, module, config.num_pages)
+    pages = AdapterPages.of(tables, b_ref, slot, module, config.pages_at_once)
     # Before what waits for the slot: neither lookup waits for the other.
     entry, live, row = tile_rows(
         rows_ref, tile_first_ref, tile_end_ref, number, tile, block_rows

@@ -32,6 +32,10 @@ _WALKED_ROWS = 2048
 # Rank pages of one adapter that are multiplied at once, at most.
 MAX_AT_ONCE = 4
 
+# Entries of a window: of those that begin in one, a program of many rows' shrink takes
+# all tiles of an adapter.
+WINDOW_ROWS = 64
+
 # Modules of which one program shrinks a page each, at most.
 MAX_JOINT_MODULES = 4
 
@@ -41,7 +45,8 @@ class ShrinkConfig:
     """`splits` cut d_in; each walks its `steps` blocks of `block_d` columns.
 
     The splits are summed in groups of `group_size`, the groups one after the other:
-    whoever adds what keeps to this order (`add_splits`).
+    whoever adds what keeps to this order (`add_splits`). A program of a tile has
+    `num_warps`, one of a window `window_warps`.
     """
 
     splits: int
@@ -49,6 +54,7 @@ class ShrinkConfig:
     block_d: int
     num_warps: int
     num_stages: int
+    window_warps: int = 4
 
     @property
     def group_size(self) -> int:
@@ -86,13 +92,13 @@ def add_splits(parts: Sequence[Array]) -> Array:
 class ExpandConfig:
     """`num_blocks` blocks of `block_n` columns of one module a program.
 
-    `num_pages` rank pages of its adapter are multiplied at once, at most.
+    At most `pages_at_once` rank pages of its adapter are multiplied at once.
     """
 
     block_n: int
     num_warps: int
     num_blocks: int = 1
-    num_pages: int = 1
+    pages_at_once: int = 1
 
     @property
     def num_columns(self) -> int:
@@ -124,7 +130,7 @@ def shrink_config(d_in: int, dtype: Any) -> ShrinkConfig:
         block_d=block_d,
         # A page is 16 columns wide, two warps' worth: of four, two would repeat what
         # the others load. 128 rows take 4.3, not 5.5 us; of rank 64 2048 rows 28, not
-        # 30. (A window of many rows has four.)
+        # 30.
         num_warps=2,
         num_stages=3,
     )
@@ -135,44 +141,45 @@ def expand_config(
 ) -> ExpandConfig:
     """Choose the columns of a program; each column's sum is its own.
 
-    Few rows wait for their loads, and have all pages at once: a row of rank 64 takes
-    2.6 us so, and 4.9 with one page after the other; 128 rows of 13 adapters 5.2, not
-    6.0. With 512, 256, 128 columns these take 5.1, 4.1, 3.7 us at rank 16. Where a
-    module has many blocks, each of which reads its v, that counts: 64 rows of 8
+    Few rows wait for their loads, and have up to four pages at once: a row of rank 64
+    takes 2.6 us so, and 4.9 with one page after the other; 128 rows of 13 adapters 5.2,
+    not 6.0. At rank 16 these 128 rows take 5.1, 4.1, 3.7 us with 512, 256, 128 columns.
+    Where a module has many blocks, each of which reads its v, that counts: 64 rows of 8
     adapters to 11008 columns take 10.5 us with 512 columns, shrink and expand, and 11.9
-    with 128; of rank 64 8.8, 8.6 and 9.1 us, the expand alone, with 128, 256 and 512.
+    with 128; of rank 64 the expand alone takes 8.8, 8.6, 9.1 us with 128, 256, 512.
 
-    More rows wait for each other, and what a program holds counts: of 512 rows of 8
-    adapters 4096 columns take 5.2 us with 256 columns and 5.6 with 128, at rank 64 8.9
-    and 10.4, and with all pages at once 10.1.
+    More rows wait for each other, and what a program holds counts: 512 rows of 8
+    adapters take 5.2 us with 256 columns and 5.6 with 128, at rank 64 8.9 and 10.4;
+    with 256 and four pages at once 10.1.
 
-    Of many rows a program takes four blocks, each with all pages at once: 8192 rows of
-    16 adapters take 41 us so, not 46, and to 11008 columns 108, not 118; at rank 64 64,
-    not 85; of rank 16 where others may have 64 44, not 46. (With one block and four
-    pages at once these take 48.)
+    Of many rows a program takes four blocks, each with all pages at once if these are
+    up to four: 8192 rows of 16 adapters take 41 us so, not 46, and to 11008 columns
+    108, not 118; at rank 64 64, not 85; of rank 16 where others may have 64 44, not 46.
+    (Four pages at once in one block: 48.)
     """
-    num_pages = pages_at_once(dtype)
-    all_at_once = max_pages <= num_pages
+    most = most_pages_at_once(dtype)
+    pages_fit = max_pages <= most
+    pages_at_once = most
     if jnp.dtype(dtype).itemsize > 2:
         block_n, num_warps = 64, 2
     elif num_rows >= _WALKED_ROWS:
         block_n, num_warps = 128, 4
-        num_pages = num_pages if all_at_once else 1
+        pages_at_once = most if pages_fit else 1
     elif num_rows > _FEW_ROWS:
-        block_n, num_warps, num_pages = 256, 8, 1
+        block_n, num_warps, pages_at_once = 256, 8, 1
     elif max(d_outs) > 8192:
         block_n, num_warps = 512 if max_pages == 1 else 256, 8
     else:
         block_n, num_warps = 128, 4
     block_n = min(block_n, max(16, pl.next_power_of_2(max(d_outs))))
     num_blocks = 1
-    if all_at_once:
+    if pages_fit:
         num_blocks = walked_blocks(num_rows, pl.cdiv(max(d_outs), block_n))
     return ExpandConfig(
         block_n=block_n,
         num_warps=num_warps,
         num_blocks=num_blocks,
-        num_pages=num_pages,
+        pages_at_once=pages_at_once,
     )
 
 
@@ -198,21 +205,25 @@ def gated_config(
     """
     block_n = 64 if jnp.dtype(dtype).itemsize > 2 else 128
     block_n = min(block_n, max(16, pl.next_power_of_2(width)))
-    num_blocks = num_pages = 1
-    if max_pages is not None and max_pages <= pages_at_once(dtype):
+    num_blocks = 1
+    if max_pages is not None and max_pages <= most_pages_at_once(dtype):
         num_blocks = walked_blocks(num_rows, pl.cdiv(width, block_n))
-        num_pages = min(2, num_blocks)
     return ExpandConfig(
-        block_n=block_n, num_warps=4, num_blocks=num_blocks, num_pages=num_pages
+        block_n=block_n,
+        num_warps=4,
+        num_blocks=num_blocks,
+        pages_at_once=2 if num_blocks > 1 else 1,
     )
 
 
-def rotary_pages(max_pages: int, dtype: Any, head_dim: int, num_heads: int) -> int:
+def rotary_pages_at_once(
+    max_pages: int, dtype: Any, head_dim: int, num_heads: int
+) -> int:
     """Return how many rank pages a program that ends with rotary embedding has at once.
 
     All, where it takes several heads, as it does of many rows: 8192 rows of rank 64
     take 239 us so, with one page at a time 290; of rank 16 where others may have 64 153
-    either way. A program of one head has one at a time: 512 rows of rank 64 take 41 us
+    with either. A program of one head has one at a time: 512 rows of rank 64 take 41 us
     so, and 37 with all at once, but of rank 16 20 and 24.
 
     Args:
@@ -221,11 +232,11 @@ def rotary_pages(max_pages: int, dtype: Any, head_dim: int, num_heads: int) -> i
       head_dim: columns of a head; of wide ones all pages would not fit in registers.
       num_heads: of a program.
     """
-    most = pages_at_once(dtype)
+    most = most_pages_at_once(dtype)
     return most if num_heads > 1 and head_dim <= 128 and max_pages <= most else 1
 
 
-def pages_at_once(dtype: Any) -> int:
+def most_pages_at_once(dtype: Any) -> int:
     """Return how many rank pages may be multiplied at once, whatever is asked for.
 
     float32 has no tensor cores, and a product of more would be unrolled.

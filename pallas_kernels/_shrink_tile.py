@@ -1,8 +1,8 @@
-"""One tile's shrink: its rows times A of their adapter, over some splits of d_in.
+"""Some rows of one adapter times its A, over some splits of d_in: those of a tile.
 
-Of many rows a program takes the tiles of one adapter that begin in one window of
-entries, for each program reads all of A: of 16384 rows of 32 adapters q, k, v's shrink
-takes 41 us so, and 75 by tiles of 16 rows; gate and up's 38 and 45, down's 88 and 92.
+Of many rows those of all its tiles that begin in one window of entries, for each
+program reads all of A: of 16384 rows of 32 adapters q, k, v's shrink takes 41 us so,
+and 75 by tiles of 16 rows.
 
 Runs inside kernels only: `_sgmv`'s, and of a few rows `_project`'s. Knows refs; nothing
 of launches.
@@ -24,11 +24,11 @@ from punica_jax.pallas_kernels._page_tiles import (
     load,
     mask_of,
 )
-from punica_jax.pallas_kernels._sgmv_config import MAX_JOINT_MODULES, ShrinkConfig
-
-# Entries of a window, and the warps that take it.
-_WINDOW_ROWS = 64
-WINDOW_WARPS = 4
+from punica_jax.pallas_kernels._sgmv_config import (
+    MAX_JOINT_MODULES,
+    WINDOW_ROWS,
+    ShrinkConfig,
+)
 
 
 def leads_window(
@@ -38,8 +38,8 @@ def leads_window(
     tile: Array,
     block_rows: int,
 ) -> Array:
-    """Tell whether no tile of the same slot, and before it, begins in its window."""
-    size = max(_WINDOW_ROWS, block_rows)
+    """Return whether a tile is the first of its slot that begins in its window."""
+    size = max(WINDOW_ROWS, block_rows)
     before = jnp.maximum(tile - 1, 0)
     window, window_before = (
         lax.div(tile_first_ref[number, one], size) for one in (tile, before)
@@ -49,22 +49,20 @@ def leads_window(
 
 
 def window_rows(
-    slots_ref: Any,  # i32[passes, rows]
-    slot: Array,
     rows_ref: Any,  # i32[passes, rows]
     tile_first_ref: Any,  # i32[passes, tiles]
-    tile_end_ref: Any,
+    slots_ref: Any,  # i32[passes, rows]
     number: Array | int,
     tile: Array,
     block_rows: int,
 ) -> tuple[Array, Array, Array]:
-    """Return what `tile_rows` does, of all tiles of the slot that begin in a window.
+    """Return what `tile_rows` does, of all tiles of a slot that begin in a window.
 
     `tile` is the first of them; the last may end in the next window.
     """
-    del tile_end_ref
-    size = max(_WINDOW_ROWS, block_rows)
+    size = max(WINDOW_ROWS, block_rows)
     first = tile_first_ref[number, tile]
+    slot = slots_ref[number, first]
     num_tiles = pl.cdiv(size - lax.rem(first, size), block_rows)
     num_rows, lane = rows_ref.shape[1], jnp.arange(size, dtype=jnp.int32)
     entry = first + lane
@@ -78,7 +76,7 @@ def window_rows(
 def shrink_modules(
     x_ref: Any,  # [rows, d_in]
     a_ref: Any,  # [layers * pages, C, 16, d_in]
-    rows: tuple[Array, Array],  # i32[block_rows], and bool[block_rows]: which are live
+    rows: tuple[Array, Array],  # i32[n], and bool[n]: which are live
     modules: Sequence[Any],
     pages_of: Callable[[Any], AdapterPages],
     store: Callable[[Any, PageLanes, Array], None],
@@ -97,7 +95,7 @@ def shrink_modules(
       x_ref, a_ref, rows, config, part, part_size: see `shrink_splits`.
       modules: which of the group's; of several, all.
       pages_of: looks up a module's pages.
-      store: gets a module, some lanes of it, and their `f32[block_rows, lanes]`.
+      store: gets a module, some lanes of it, and their `f32[n, lanes]`.
       at_once: blocks of a module's single page that are loaded together.
     """
 
@@ -140,7 +138,7 @@ def shrink_modules(
 def shrink_splits(
     x_ref: Any,  # [rows, d_in]
     a_ref: Any,  # [layers * pages, C, 16, d_in]
-    rows: tuple[Array, Array],  # i32[block_rows], and bool[block_rows]: which are live
+    rows: tuple[Array, Array],  # i32[n], and bool[n]: which are live
     modules: Sequence[tuple[Any, PageLanes]],
     config: ShrinkConfig,
     *,
@@ -148,7 +146,7 @@ def shrink_splits(
     part_size: int,
     at_once: int = 1,
 ) -> list[Array]:
-    """Return `f32[block_rows, lanes]` of each module: x times A, over some splits.
+    """Return `f32[n, lanes]` of each module: x times A, over some splits.
 
     The blocks of a split are added one by one, so are the splits of a group, and so
     the groups: `add_splits` of each split's sum, bitwise.

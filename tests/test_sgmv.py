@@ -144,11 +144,12 @@ def test_programs_of_all_modules_are_those_of_each(dtype, implementation, monkey
     apart = run()
     monkeypatch.setattr(_sgmv, "_MANY_ROWS", 1)
     monkeypatch.setattr(_sgmv, "_JOINT_ROWS", 1)
+    monkeypatch.setattr(_sgmv, "_WINDOWED_ROWS", 1)
     np.testing.assert_array_equal(run(), apart)
 
 
 @pytest.mark.parametrize("implementation", ["pallas_interpret", GPU])
-@pytest.mark.parametrize("block_rows", [16, 32, 128])
+@pytest.mark.parametrize("block_rows", [16, 64, 128])
 def test_windows_of_tiles(block_rows, implementation, monkeypatch):
     # Segments of many tiles, of one, and of one row; some begin and end in a window.
     sizes = {0: 150, 1: 1, 3: 1, 4: 70, 5: 1, 6: 16, -1: 9}
@@ -179,6 +180,7 @@ def test_windows_of_tiles(block_rows, implementation, monkeypatch):
     apart = run()
     monkeypatch.setattr(_sgmv, "_MANY_ROWS", 1)
     monkeypatch.setattr(_sgmv, "_JOINT_ROWS", 1)
+    monkeypatch.setattr(_sgmv, "_WINDOWED_ROWS", 1)
     np.testing.assert_array_equal(run(), apart)
     assert jnp.abs(apart).max() > 0
 
@@ -187,7 +189,7 @@ def test_windows_of_tiles(block_rows, implementation, monkeypatch):
 @pytest.mark.parametrize("rank", [16, 60, 90])
 def test_row_is_bitwise_the_same_among_any_number(rank):
     # Few rows, some, many, and those whose shrink goes by windows.
-    counts = (1, 129, 2048, 8192)
+    counts = (1, 129, 2048, 8192, 16384)
     ranks = [[rank, rank], [16, 3], [rank, 0], [1, 16]]
     case = make_case(rows=counts[-1], ranks=ranks, d_in=4096, dtype="bfloat16")
     slots = np.random.default_rng(5).integers(-1, len(ranks), counts[-1])

@@ -131,11 +131,7 @@ def _gated_kernel(
             at = h_ref.at[tile.row[:, None], column[None, :]]
             plgpu.store(at, h.astype(h_ref.dtype), mask=mask)
 
-        walk_blocks(
-            config.num_blocks,
-            multiply_block,
-            unrolled=all(own is not None for own in lanes),
-        )
+        walk_blocks(config.num_blocks, multiply_block, unrolled=all(begun))
 
     tile.when_busy(pages, multiply)
 
@@ -251,9 +247,7 @@ def _rotary_kernel(
                 at = is_v, page[:, None], kv_head, offset[:, None]
                 write(kv_ref, at, values, there)
 
-        walk_blocks(
-            num_heads, rotate_head, unrolled=all(own is not None for own in lanes)
-        )
+        walk_blocks(num_heads, rotate_head, unrolled=begun is not None)
 
     tile.when_busy([pages], rotate)
 

@@ -27,9 +27,6 @@ from punica_jax.pallas_kernels._kv_tile import (
 )
 from punica_jax.pallas_kernels._launch import pallas_call
 
-# A bucket's bound, no usual length: in steps of so many rows most are of prompts.
-_LONG_QUERY = 8192
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillConfig:
@@ -68,13 +65,8 @@ def default_config(
         num_warps = 4
     else:
         # Small enough for three programs a multiprocessor, which hide each other's
-        # waits: 4 prompts of 512 took 65 us so, 74 us or more with 128 rows (H200). Of
-        # several query heads 128 rows are still few tokens, and read each key half as
-        # often: 32 prompts of 512, four heads each, take 294 us so, not 315. Steps of
-        # fewer rows, with more rows that decode or short prompts, keep to 64: 32
-        # prompts of 100 take 37 us so, not 40.
-        shared = group > 1 and lanes <= 128  # of more lanes it would spill
-        tile_rows = 128 if shared and max_query_len >= _LONG_QUERY else 64
+        # waits: 4 prompts of 512 took 65 us so, 74 us or more with 128 rows (H200).
+        tile_rows = 64
         block_kv, num_warps = max(16, min(32, 4096 // lanes)), 4
     group_rows = pl.next_power_of_2(group)
     most = pl.next_power_of_2(max_query_len)

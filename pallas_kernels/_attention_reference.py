@@ -79,14 +79,14 @@ def _range(size: int) -> Array:
     return jnp.arange(size, dtype=jnp.int32)
 
 
-def max_query_tiles(rows: int, seqs: int, block_rows: int) -> int:
+def max_query_tiles(rows: int, seqs: int, block_rows: int, aligned: int = 1) -> int:
     """Most tiles that `rows` rows of `seqs` sequences can need."""
     used = min(rows, seqs)
-    return used + (rows - used) // block_rows
+    return used + (rows - used + used * (aligned - 1)) // block_rows
 
 
 def query_tiles(
-    bounds: Int32[Array, " edges"], *, rows: int, block_rows: int
+    bounds: Int32[Array, " edges"], *, rows: int, block_rows: int, aligned: int = 1
 ) -> tuple[Int32[Array, " tiles"], Int32[Array, " tiles"]]:
     """Cut the rows of every sequence into tiles of at most `block_rows` rows.
 
@@ -94,19 +94,23 @@ def query_tiles(
       bounds: `i32[seqs + 1]`, rows `bounds[s] .. bounds[s + 1]` are sequence `s`'s.
       rows: rows of the batch, padding included (static).
       block_rows: rows of a tile (static).
+      aligned: what tiles begin at multiples of (static): a sequence's first one may
+        begin at some rows of the one before.
 
     Returns:
       Each tile's sequence, -1 if the tile is unused, and its first row. Tiles of a
       sequence are consecutive; unused ones come last.
     """
     seqs = bounds.shape[0] - 1
-    tiles_of_seq = (bounds[1:] - bounds[:-1] + (block_rows - 1)) // block_rows
+    begins = bounds[:-1] // aligned * aligned
+    tiles_of_seq = (bounds[1:] - begins + (block_rows - 1)) // block_rows
+    tiles_of_seq = jnp.where(bounds[1:] > bounds[:-1], tiles_of_seq, 0)
     ends = jnp.cumsum(tiles_of_seq)
-    tile = _range(max_query_tiles(rows, seqs, block_rows))
+    tile = _range(max_query_tiles(rows, seqs, block_rows, aligned))
     seq = jnp.searchsorted(ends, tile, side="right", method="compare_all")
     index = jnp.minimum(seq, seqs - 1)
     nth = tile - (ends - tiles_of_seq)[index]
-    first = bounds[index] + nth * block_rows
+    first = begins[index] + nth * block_rows
     return jnp.where(seq < seqs, seq, -1).astype(jnp.int32), first.astype(jnp.int32)
 
 

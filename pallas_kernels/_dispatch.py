@@ -3,7 +3,7 @@
 Knows devices; knows nothing of the operations themselves.
 """
 
-from typing import Literal, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 import jax
 
@@ -48,6 +48,22 @@ def shared_bytes() -> int:
     return (163 if capability == 8.0 else 99) * 1024  # an A100; all others
 
 
+def has_warpgroups() -> bool:
+    """Whether kernels for the warp groups of Hopper run.
+
+    On the default device; where it is no GPU, on the one that kernels are tuned for.
+    Before JAX 0.11 they lack what such a kernel needs.
+    """
+    if jax.__version_info__ < (0, 11):
+        return False
+    return _compute_capability() in (None, 9.0)
+
+
+def multiprocessors() -> int:
+    """Return the default device's; an H200's where it is no GPU."""
+    return getattr(_default_device(), "core_count", 132)
+
+
 def _default_implementation() -> Implementation:
     capability = _compute_capability()
     new_enough = capability is not None and capability >= _MIN_COMPUTE_CAPABILITY
@@ -56,10 +72,7 @@ def _default_implementation() -> Implementation:
 
 def _compute_capability() -> float | None:
     """Return the default device's, None if it is no NVIDIA GPU."""
-    # Read by name: JAX 0.10's types do not know the attribute.
-    device = getattr(jax.config, "jax_default_device") or jax.devices()[0]  # noqa: B009
-    if isinstance(device, str):
-        device = jax.devices(device)[0]
+    device = _default_device()
     if device.platform != "gpu":
         return None
     # ROCm devices report names such as "gfx942" here.
@@ -67,3 +80,9 @@ def _compute_capability() -> float | None:
         return float(getattr(device, "compute_capability", ""))
     except ValueError:
         return None
+
+
+def _default_device() -> Any:
+    # Read by name: JAX 0.10's types do not know the attribute.
+    device = getattr(jax.config, "jax_default_device") or jax.devices()[0]  # noqa: B009
+    return jax.devices(device)[0] if isinstance(device, str) else device

@@ -9,8 +9,11 @@ from typing import Any
 import jax
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 _LIBRARY: Any = jax  # its stubs lack some of what is used of it here
+# The axes of a launch for warp groups.
+PROGRAM, GROUP = "program", "group"
 
 
 def pallas_call(
@@ -23,11 +26,62 @@ def pallas_call(
     see `varying_alike`. It has no derivative, and says so: functions that have one have
     a rule of their own.
     """
+    return _launch(
+        lambda shapes: pl.pallas_call(_narrow(kernel), out_shape=shapes, **options),
+        out_shape,
+    )
 
+
+def warpgroup_call(
+    kernel: Callable[..., None],
+    *,
+    out_shape: Any,
+    scratch_types: Any,
+    num_programs: int,
+    num_groups: int,
+    name: str,
+) -> Callable[..., Any]:
+    """Return a launch of a kernel for warp groups; else as `pallas_call`.
+
+    Args:
+      kernel: takes the operands' refs, the results' and the scratch's. It knows its
+        program and its group by the axes `PROGRAM` and `GROUP`.
+      out_shape: of the results.
+      scratch_types: what a program has for itself.
+      num_programs: of the launch.
+      num_groups: warp groups of a program.
+      name: of the launch.
+    """
+
+    body = _narrow(kernel)
+    body.__name__ = name  # what the launch is named by
+
+    def call(shapes: Any) -> Callable[..., Any]:
+        return plgpu.kernel(
+            body,
+            out_type=shapes,
+            scratch_types=scratch_types,
+            grid=(num_programs,),
+            grid_names=(PROGRAM,),
+            num_threads=num_groups,
+            thread_name=GROUP,
+            compiler_params=plgpu.CompilerParams(
+                approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
+            ),
+        )
+
+    return _launch(call, out_shape)
+
+
+def _narrow(kernel: Callable[..., None]) -> Callable[..., None]:
     def narrow(*refs: Any) -> None:
         with _LIBRARY.enable_x64(False):
             kernel(*refs)
 
+    return narrow
+
+
+def _launch(call: Callable[[Any], Any], out_shape: Any) -> Callable[..., Any]:
     @jax.custom_jvp
     def launch(*operands: Any) -> Any:
         operands = varying_alike(*operands)
@@ -35,7 +89,7 @@ def pallas_call(
         shapes = jax.tree.map(
             lambda shape: shape.update(manual_axis_type=axes), out_shape
         )
-        return pl.pallas_call(narrow, out_shape=shapes, **options)(*operands)
+        return call(shapes)(*operands)
 
     launch.defjvp(_refuse)
     return launch

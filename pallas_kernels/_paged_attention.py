@@ -14,6 +14,7 @@ from jaxtyping import Float, Int32
 from punica_jax.pallas_kernels import _attention_reference
 from punica_jax.pallas_kernels._attention_decode import decode_attention
 from punica_jax.pallas_kernels._attention_prefill import prefill_attention
+from punica_jax.pallas_kernels._attention_warpgroups import fits, warpgroup_attention
 from punica_jax.pallas_kernels._dispatch import resolve
 from punica_jax.pallas_kernels._operands import require_count
 
@@ -59,7 +60,8 @@ def paged_attention(
       kv_lens: tokens of each sequence in the pages, at most
         `pages_per_seq * page_size`. Anything for a sequence without rows.
       max_query_len: most rows that any sequence has (static). 1 chooses the decode
-        form, which splits a sequence's tokens over programs.
+        form, which splits a sequence's tokens over programs; many, on Hopper, that of
+        warp groups.
       scale: factor of the products, positive, `head_dim ** -0.5` by default (static).
       implementation: `"pallas_triton"`, `"pallas_interpret"`, `"xla"`, or None to
         choose by device.
@@ -84,6 +86,8 @@ def paged_attention(
     interpret = implementation == "pallas_interpret"
     if max_query_len == 1:
         return decode_attention(*operands, scale=scale, interpret=interpret)
+    if not interpret and fits(q, kv_pages, max_query_len):
+        return warpgroup_attention(*operands, scale=scale)
     return prefill_attention(
         *operands, max_query_len=max_query_len, scale=scale, interpret=interpret
     )

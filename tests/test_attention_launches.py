@@ -4,13 +4,19 @@ and what bad arguments get."""
 import functools
 import re
 
+import hypothesis
+import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from punica_jax.pallas_kernels import _attention_decode, _attention_prefill
+from punica_jax.pallas_kernels import (
+    _attention_decode,
+    _attention_prefill,
+    _attention_warpgroups,
+)
 from punica_jax.pallas_kernels._attention_decode import DecodeConfig
 from punica_jax.pallas_kernels._attention_prefill import PrefillConfig
 from punica_jax.pallas_kernels._attention_reference import (
@@ -21,22 +27,63 @@ from punica_jax.pallas_kernels._paged_attention import paged_attention
 from tests.attention_cases import make_batch
 
 
+@pytest.mark.parametrize("aligned", [1, 8])
 @pytest.mark.parametrize(
     ("lengths", "rows", "block_rows"),
-    [([5, 0, 1, 16, 17], 39, 8), ([0, 0], 4, 16), ([3], 3, 1), ([1, 1, 1], 3, 64)],
+    [([5, 0, 1, 16, 17], 39, 8), ([0, 0], 4, 16), ([3], 3, 8), ([1, 1, 1], 3, 64)],
 )
-def test_query_tiles_cover_each_row_once(lengths, rows, block_rows):
+def test_query_tiles_cover_each_row_once(lengths, rows, block_rows, aligned):
     bounds = np.cumsum([0, *lengths]).astype(np.int32)
     tile_seq, tile_first = query_tiles(
-        jnp.asarray(bounds), rows=rows, block_rows=block_rows
+        jnp.asarray(bounds), rows=rows, block_rows=block_rows, aligned=aligned
     )
-    assert tile_seq.shape == (max_query_tiles(rows, len(lengths), block_rows),)
+    most = max_query_tiles(rows, len(lengths), block_rows, aligned)
+    assert tile_seq.shape == (most,)
     covered = []
     for seq, first in zip(np.asarray(tile_seq), np.asarray(tile_first), strict=True):
         if seq >= 0:
-            assert bounds[seq] <= first < bounds[seq + 1]
-            covered += range(first, min(first + block_rows, bounds[seq + 1]))
+            assert bounds[seq] - aligned < first < bounds[seq + 1]
+            assert first % aligned == 0 or aligned == 1
+            end = min(first + block_rows, bounds[seq + 1])
+            covered += range(max(first, bounds[seq]), end)
     assert covered == list(range(bounds[-1]))
+
+
+@hypothesis.given(
+    lengths=st.lists(
+        st.one_of(st.integers(0, 20), st.integers(0, 700)), min_size=1, max_size=9
+    ),
+    padding=st.integers(0, 300),
+    many=st.booleans(),
+)
+@hypothesis.settings(max_examples=60, deadline=None)
+def test_windows_hold_each_row_once(lengths, padding, many):
+    used = sum(lengths)
+    rows = _attention_warpgroups._MANY_ROWS if many else used + padding
+    if rows == 0:
+        return
+    bounds = np.cumsum([0, *lengths]).astype(np.int32)
+    kv_lens = np.array([length + 3 * i for i, length in enumerate(lengths)], np.int32)
+    table, count = _attention_warpgroups._window_table(
+        jnp.asarray(bounds), jnp.asarray(kv_lens), rows=rows
+    )
+    windows = np.asarray(table)[: int(count[0])]
+    seen = []
+    for seq, first, begin, end, position in windows:
+        assert first % 8 == 0
+        assert 0 <= begin < end <= 128
+        seen += [(first + row, seq, position + row) for row in range(begin, end)]
+    expected = [
+        (bounds[seq] + nth, seq, kv_lens[seq] - length + nth)
+        for seq, length in enumerate(lengths)
+        for nth in range(length)
+    ]
+    assert sorted(row for row in seen if row[1] >= 0) == expected
+    assert sorted(row[0] for row in seen if row[1] < 0) == list(range(used, rows))
+    if not many:
+        # The last ones see the most.
+        tokens = [0 if seq < 0 else end + at for seq, _, _, end, at in windows]
+        assert tokens == sorted(tokens)
 
 
 def lowered_kernels(operands, **options):
@@ -51,12 +98,13 @@ def lowered_kernels(operands, **options):
         lowered = jax.jit(attend).trace(*operands).lower(lowering_platforms=("cuda",))
     calls = {}
     for line in lowered.as_text().splitlines():
-        if "__gpu$xla.gpu.triton" in line:
-            name = re.search(r'name = "(\w+)"', line)
+        if "__gpu$xla.gpu.triton" in line or "@mosaic_gpu" in line:
+            name = re.search(r'name = "(\w+)"|@(mosaic_gpu)', line)
             types = re.search(r": \((.*)\) -> ", line)
             assert name and types
-            assert name[1] not in calls
-            calls[name[1]] = re.findall(r"tensor<([^>]*)>", types[1])
+            name = name[1] or name[2]
+            assert name not in calls
+            calls[name] = re.findall(r"tensor<([^>]*)>", types[1])
     return calls
 
 
@@ -75,6 +123,37 @@ def test_cuda_lowering(heads, kv_heads, head_dim, dtype):
     calls = lowered_kernels(batch.operands(), max_query_len=30)
     assert set(calls) == {"paged_attention_prefill"}
     assert calls["paged_attention_prefill"][2] == "3x5xi32"
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="warp groups need JAX 0.11")
+@pytest.mark.parametrize("x64", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "heads", "kv_heads", "head_dim", "dtype", "found"),
+    [
+        (8192, 4, 1, 128, "bfloat16", "mosaic_gpu"),
+        (8192, 4, 1, 64, "float16", "mosaic_gpu"),
+        (2048, 4, 4, 128, "bfloat16", "mosaic_gpu"),
+        # Of few rows more decode, which heads that share keys do at once elsewhere.
+        (2048, 4, 2, 128, "bfloat16", "paged_attention_prefill"),
+        (1024, 4, 4, 128, "bfloat16", "paged_attention_prefill"),
+        # What these programs have no products or copies for.
+        (8192, 2, 2, 80, "bfloat16", "paged_attention_prefill"),
+        (8192, 2, 2, 64, "float32", "paged_attention_prefill"),
+        (8196, 2, 2, 64, "bfloat16", "paged_attention_prefill"),
+    ],
+)
+def test_many_rows_go_to_warp_groups(
+    rows, heads, kv_heads, head_dim, dtype, found, x64
+):
+    batch = make_batch(
+        [1], [70], heads=heads, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype
+    )
+    _, *others = batch.operands()
+    q = jnp.zeros((rows, heads, head_dim), dtype)
+    with jax.enable_x64(x64):
+        calls = lowered_kernels((q, *others), max_query_len=rows)
+    assert set(calls) == {found}
+    assert calls[found][2] == "1x6xi32"
 
 
 def test_wide_decode_needs_no_second_launch():
@@ -111,12 +190,8 @@ def test_prefill_tiles_follow_the_longest_query():
     )
     assert config(max_query_len=5).block_rows == 8
     assert config(max_query_len=2).block_rows == 4
-    assert config(max_query_len=8191).block_rows == config(max_query_len=64).block_rows
-    # Of many rows heads that share keys have longer tiles, if registers hold them.
-    assert config(max_query_len=8191).block_rows == 16
-    assert config(max_query_len=8192).block_rows == 32
-    assert config(max_query_len=8192, head_dim=256).block_rows == 16
-    assert config(max_query_len=8192, group=1).block_rows == 64
+    assert config(max_query_len=4096).block_rows == 16
+    assert config(max_query_len=64, group=1).block_rows == 64
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -10,6 +11,8 @@ from punica_jax.pallas_kernels._attention_prefill import (
     PrefillConfig,
     prefill_attention,
 )
+from punica_jax.pallas_kernels._attention_warpgroups import warpgroup_attention
+from punica_jax.pallas_kernels._dispatch import has_warpgroups
 from punica_jax.pallas_kernels._paged_attention import paged_attention
 from tests.attention_cases import NOWHERE, assert_near, assert_same, make_batch
 
@@ -229,3 +232,63 @@ class TestTriton(KernelTests):
         batch = make_batch([1, 130, 257, 64], [700, 130, 300, 512], **shape, padding=7)
         actual = self.run(batch, max_query_len=512, fill=np.nan, table_fill=NOWHERE)
         assert_near(actual, batch.expected())
+
+
+# Of the first window's rows some are the sequence's before; a sequence is shorter than
+# rows that a copy is aligned to, whole windows, or one of a later chunk.
+WINDOWED_QUERY_LENS = [3, 0, 128, 1, 300, 64, 129, 5, 261]
+WINDOWED_KV_LENS = [3, 0, 128, 700, 300, 512, 1000, 5, 262]
+
+
+@pytest.mark.gpu
+class TestWarpgroups(AttentionTests):
+    """The form for many rows, of few ones too."""
+
+    implementation = "pallas_triton"
+
+    def run(self, batch, *, max_query_len, scale=None, **layout):
+        q, *others = batch.operands(**layout)
+        if not has_warpgroups() or q.dtype.itemsize != 2 or q.shape[2] not in (64, 128):
+            pytest.skip("warp groups multiply 16 bits on Hopper, 64 or 128 wide")
+        # What it takes besides is a multiple of 8 rows.
+        more = jnp.pad(q, [(0, -len(q) % 8), (0, 0), (0, 0)], constant_values=np.nan)
+        attend = functools.partial(
+            warpgroup_attention, scale=scale or q.shape[2] ** -0.5
+        )
+        out = jax.jit(attend)(more, *others)
+        np.testing.assert_array_equal(np.asarray(out[len(q) :], np.float32), 0)
+        return out[: len(q)]
+
+    @pytest.mark.parametrize("page_size", [16, 64, 256])
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+    @pytest.mark.parametrize(
+        ("heads", "kv_heads", "head_dim"), [(8, 8, 128), (6, 2, 128), (14, 2, 64)]
+    )
+    def test_windows(self, heads, kv_heads, head_dim, dtype, page_size):
+        batch = make_batch(
+            WINDOWED_QUERY_LENS,
+            WINDOWED_KV_LENS,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            page_size=page_size,
+            dtype=dtype,
+            padding=200,
+        )
+        actual = self.run(batch, max_query_len=300, fill=np.nan, table_fill=NOWHERE)
+        assert_near(actual, batch.expected())
+
+    def test_more_windows_than_programs(self):
+        lengths = [40] * 200 + [184]
+        batch = make_batch(lengths, lengths, head_dim=128, dtype="bfloat16")
+        actual = self.run(batch, max_query_len=184, fill=np.nan, table_fill=NOWHERE)
+        assert_near(actual, batch.expected())
+        again = self.run(batch, max_query_len=184, seed=1)
+        assert_same(actual, again)
+        # What `paged_attention` chooses for as many rows.
+        assert batch.num_rows == 8184
+        more = dataclasses.replace(batch, num_rows=8192)
+        chosen = apply(
+            more.operands(), max_query_len=8192, implementation=self.implementation
+        )
+        assert_same(chosen[:8184], actual)

@@ -18,21 +18,24 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from punica_jax.pallas_kernels._attention_reference import query_tiles
 from punica_jax.pallas_kernels._attention_window import (
-    ALIGNED_ROWS,
     BLOCK_KV,
-    GROUP_ROWS,
-    GROUPS,
     STAGES,
-    WINDOW_ROWS,
     Window,
     attend_window,
     load_window,
-    store_window,
 )
 from punica_jax.pallas_kernels._dispatch import has_warpgroups, multiprocessors
 from punica_jax.pallas_kernels._launch import GROUP, PROGRAM, warpgroup_call
+from punica_jax.pallas_kernels._warpgroups import (
+    ALIGNED_ROWS,
+    GROUP_ROWS,
+    GROUPS,
+    WINDOW_ROWS,
+    barriers,
+    store_rows,
+    tiles,
+)
 
-_LIBRARY: Any = plgpu  # its stubs have what is used of it here as abstract
 _MANY_ROWS = 8192
 
 
@@ -67,13 +70,7 @@ def warpgroup_attention(
     num_programs = min(multiprocessors(), windows.shape[0] * q.shape[1])
     head_dim, page_size = q.shape[2], kv_pages.shape[3]
 
-    def shared(*shape: int) -> Any:
-        tiles = _LIBRARY.TilingTransform((8, 64)), _LIBRARY.SwizzleTransform(128)
-        return plgpu.SMEM(shape, q.dtype, transforms=tiles)
-
-    def barriers(count: int, arrivals: int = 1) -> Any:
-        return plgpu.Barrier(num_barriers=count, num_arrivals=arrivals)
-
+    shared = functools.partial(tiles, dtype=q.dtype)
     copies = max(1, BLOCK_KV // page_size)
     return warpgroup_call(
         functools.partial(_attention_kernel, scale=scale * math.log2(math.e)),
@@ -199,14 +196,13 @@ def _attention_kernel(
                 step,
                 scale=scale,
             )
-            store_window(
-                out_ref,
+            store_rows(
+                window,
+                group,
+                out.astype(out_ref.dtype),
+                lambda rows: out_ref.at[rows, head],
                 out_shared.at[group],
                 rows_shared.at[group],
-                window,
-                head,
-                group,
-                out,
             )
             return step
 

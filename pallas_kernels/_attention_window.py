@@ -12,11 +12,12 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-GROUPS = 2  # that multiply; one more loads
-GROUP_ROWS = 64  # of a warp group's product
-WINDOW_ROWS = GROUPS * GROUP_ROWS
-# A copy of rows as a product takes them begins at a multiple of this.
-ALIGNED_ROWS = 8
+from punica_jax.pallas_kernels._warpgroups import (
+    GROUP_ROWS,
+    GROUPS,
+    iota,
+)
+
 BLOCK_KV = 128
 STAGES = 2  # blocks of keys and values in shared memory
 
@@ -139,7 +140,7 @@ def attend_window(
             functools.partial(plgpu.barrier_arrive, q_used)
         )
         if masked:
-            row, token = (_iota(shape, axis) for axis in range(2))
+            row, token = (iota(shape, axis) for axis in range(2))
             seen = token + block * BLOCK_KV <= row + first_position
             scores = jnp.where(seen, scores, -jnp.inf)
         # Scaled after the maximum, so that each weight takes one multiply-add.
@@ -188,56 +189,9 @@ def _clear(v_shared, num_tokens: Array) -> None:
             ref = v_shared.at[pl.ds(row, 64), pl.ds(column, 64)]
             v = plgpu.load(ref, layout=plgpu.Layout.WGMMA)
             ref[...] = jnp.where(
-                _iota(v.shape, 0) + row < num_tokens, v, jnp.zeros((), v.dtype)
+                iota(v.shape, 0) + row < num_tokens, v, jnp.zeros((), v.dtype)
             )
     plgpu.commit_smem()
-
-
-def store_window(
-    out_ref,  # [rows, heads, head_dim]
-    out_shared,  # [64, head_dim]
-    rows_shared,  # [64, head_dim], as they lie in out
-    window: Window,
-    head: Array,
-    group: Array,
-    out: Array,  # f32[64, head_dim]
-) -> None:
-    """Write a group's rows that are the sequence's: at once if all are."""
-    first = group * GROUP_ROWS
-    begin, end = (
-        jnp.clip(row - first, 0, GROUP_ROWS) for row in (window.begin, window.end)
-    )
-    first = window.first + first
-    out = out.astype(out_ref.dtype)
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-    @pl.when(end - begin == GROUP_ROWS)
-    def _():
-        out_shared[...] = out
-        plgpu.commit_smem()
-        to = out_ref.at[pl.ds(first, GROUP_ROWS), head]
-        plgpu.copy_smem_to_gmem(out_shared, to)
-
-    @pl.when((begin < end) & (end - begin < GROUP_ROWS))
-    def _():
-        _store_rows(rows_shared, out)
-        plgpu.commit_smem()
-
-        @pl.loop(begin, end)
-        def _(row):
-            plgpu.copy_smem_to_gmem(rows_shared.at[row], out_ref.at[first + row, head])
-
-
-def _store_rows(ref, value: Array) -> None:
-    # Eight rows at a time meet in a bank, which JAX 0.12 wants to be told is known.
-    if hasattr(plgpu, "store"):
-        plgpu.store(ref, value, optimized=False)
-    else:
-        ref[...] = value
-
-
-def _iota(shape: tuple[int, ...], axis: int) -> Array:
-    return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)
 
 
 def _across(rows: Array, shape: tuple[int, ...]) -> Array:

@@ -11,14 +11,19 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from punica_jax.pallas_kernels import _sgmv
+from punica_jax.pallas_kernels import _gated_warpgroups, _sgmv
 from punica_jax.pallas_kernels._adapter_tile import AdapterTile
 from punica_jax.pallas_kernels._launch import pallas_call
-from punica_jax.pallas_kernels._page_tiles import kv_places, mask_of, walk_blocks
+from punica_jax.pallas_kernels._page_tiles import (
+    kv_places,
+    mask_of,
+    silu_product,
+    walk_blocks,
+)
 from punica_jax.pallas_kernels._pool import LoraPool
 from punica_jax.pallas_kernels._segments import Segments
 from punica_jax.pallas_kernels._sgmv_config import (
@@ -85,6 +90,10 @@ def gated_expand(
     interpret: bool = False,
 ) -> Array:
     """Launch expand with SiLU(gate) * up; see `lora_gated`."""
+    if config is None and not interpret and shrunk is not None:
+        taken = y, shrunk.pool, shrunk.segments
+        if _gated_warpgroups.fits(*taken):
+            return _gated_warpgroups.warpgroup_gated(y, shrunk.v, *taken[1:])
     rows, width = y.shape[0], y.shape[1] // 2
     block_rows, num_tiles, operands = _tiles(shrunk, rows)
     max_pages = None if shrunk is None else shrunk.pool.page_table.shape[1]
@@ -126,7 +135,7 @@ def _gated_kernel(
                 for module, at in enumerate((column, width + column))
             ]
             [gate], [up] = (half() for half in halves)
-            h = gate * lax.logistic(gate) * up
+            h = silu_product(gate, up)
             mask = mask_of(h.shape, tile.live[:, None], inside)
             at = h_ref.at[tile.row[:, None], column[None, :]]
             plgpu.store(at, h.astype(h_ref.dtype), mask=mask)

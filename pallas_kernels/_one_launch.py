@@ -19,7 +19,7 @@ from jax.experimental.pallas import triton as plgpu
 from punica_jax.pallas_kernels._dispatch import shared_bytes
 from punica_jax.pallas_kernels._launch import pallas_call
 from punica_jax.pallas_kernels._norm import NormedRows, row_scales
-from punica_jax.pallas_kernels._page_tiles import kv_places, load, mask_of
+from punica_jax.pallas_kernels._page_tiles import kv_places, load, mask_of, silu_product
 from punica_jax.pallas_kernels._project import product
 from punica_jax.pallas_kernels._sgmv_config import ProjectConfig, project_config
 
@@ -84,7 +84,7 @@ class _Rows:
     row: Array
     live: Array | None
 
-    def mask(self, shape: tuple[int, int], inside: Array | None) -> Array | None:
+    def mask(self, shape: tuple[int, ...], inside: Array | None) -> Array | None:
         live = None if self.live is None else self.live[:, None]
         return mask_of(shape, live, None if inside is None else inside[None, :])
 
@@ -112,7 +112,7 @@ class _Gated:
         [h_ref] = refs
         at = self.columns(block, index.size, index)
         gate, up = sums
-        h = (gate * lax.logistic(gate) * up).astype(h_ref.dtype)
+        h = silu_product(gate, up).astype(h_ref.dtype)
         mask = rows.mask(h.shape, at.inside)
         plgpu.store(h_ref.at[rows.row[:, None], at.parts[0][None, :]], h, mask=mask)
 

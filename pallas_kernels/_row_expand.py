@@ -29,6 +29,7 @@ from punica_jax.pallas_kernels._page_tiles import (
     load,
     mask_of,
     module_of_block,
+    silu_product,
 )
 
 # Rows of a program where there are more than `_MAX_LONE_ROWS`: a layer of 64 rows of 8
@@ -167,7 +168,7 @@ def _gated_kernel(
     columns = [[column], [width + column]]
     sums = [[rows.load(y_ref, at, inside)] for [at] in columns]
     [gate], [up] = rows.add_product(sums, [0, 1], columns, inside)
-    h = (gate * lax.logistic(gate) * up).astype(h_ref.dtype)
+    h = silu_product(gate, up).astype(h_ref.dtype)
     plgpu.store(h_ref.at[rows.at(column)], h, mask=rows.mask(inside, column))
 
 

@@ -64,7 +64,7 @@ def test_windows_hold_each_entry_once(runs):
     assert int(count[0]) <= (-(-(last - first // 8 * 8) // 128)).sum()
 
 
-def make_launch(slots, *, width=320, dtype="bfloat16", weighted=False):
+def make_launch(slots, *, width=384, dtype="bfloat16", weighted=False):
     case = make_case(
         rows=len(slots), ranks=RANKS, d_in=40, d_outs=(width, width), dtype=dtype
     )
@@ -98,7 +98,7 @@ class TestBits:
     """They are those of the form for tiles, of every row."""
 
     @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-    @pytest.mark.parametrize("width", [64, 320, 3072])
+    @pytest.mark.parametrize("width", [128, 384, 3072])
     def test_ranks_and_runs(self, width, dtype):
         launch = make_launch(slots_of(RUNS), width=width, dtype=dtype)
         np.testing.assert_array_equal(
@@ -137,7 +137,7 @@ class TestBits:
         own = slots == 3
         assert np.isnan(np.asarray(actual[own], np.float32)).all()
         np.testing.assert_array_equal(bits(actual)[~own], bits(expected)[~own])
-        assert_near(expected, jax.nn.silu(y[:, :320]) * y[:, 320:], own=slots == -1)
+        assert_near(expected, jax.nn.silu(y[:, :384]) * y[:, 384:], own=slots == -1)
 
 
 def assert_near(actual, expected, own):
@@ -151,12 +151,12 @@ def assert_near(actual, expected, own):
 @pytest.mark.parametrize(
     ("rows", "width", "dtype", "expected"),
     [
-        (8192, 320, "bfloat16", True),
-        (8192, 320, "float16", True),
-        (4096, 320, "bfloat16", False),
-        (8196, 320, "bfloat16", False),
-        (8192, 330, "bfloat16", False),
-        (8192, 320, "float32", False),
+        (16384, 384, "bfloat16", True),
+        (16384, 384, "float16", True),
+        (8192, 384, "bfloat16", False),
+        (16388, 384, "bfloat16", False),
+        (16384, 320, "bfloat16", False),
+        (16384, 384, "float32", False),
     ],
 )
 def test_many_rows_go_to_warp_groups(rows, width, dtype, expected):

@@ -80,7 +80,7 @@ def _range(size: int) -> Array:
 
 
 def max_query_tiles(rows: int, seqs: int, block_rows: int, aligned: int = 1) -> int:
-    """Most tiles that `rows` rows of `seqs` sequences can need."""
+    """Most tiles that `rows` rows of `seqs` sequences can need; see `query_tiles`."""
     used = min(rows, seqs)
     return used + (rows - used + used * (aligned - 1)) // block_rows
 

@@ -19,7 +19,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from punica_jax.pallas_kernels._attention_reference import query_tiles
 from punica_jax.pallas_kernels._attention_window import (
     BLOCK_KV,
-    STAGES,
     Window,
     attend_window,
     load_window,
@@ -30,13 +29,14 @@ from punica_jax.pallas_kernels._warpgroups import (
     ALIGNED_ROWS,
     GROUP_ROWS,
     GROUPS,
+    STAGES,
     WINDOW_ROWS,
     barriers,
     store_rows,
-    tiles,
+    tiled_memory,
 )
 
-_MANY_ROWS = 8192
+_EVEN_ROWS = 8192  # of which each program has many windows
 
 
 def fits(q: Array, kv_pages: Array, max_query_len: int) -> bool:
@@ -44,7 +44,7 @@ def fits(q: Array, kv_pages: Array, max_query_len: int) -> bool:
     rows, heads, head_dim = q.shape
     # Of few rows more decode, or are of short prompts, for which 128 rows are too many,
     # the more so where several heads share what Triton's form then reads once.
-    least = 2048 if heads == kv_pages.shape[2] else _MANY_ROWS
+    least = 2048 if heads == kv_pages.shape[2] else 8192
     return (
         has_warpgroups()
         and max_query_len >= least
@@ -66,11 +66,12 @@ def warpgroup_attention(
     scale: float,
 ) -> Array:
     """Run `paged_attention` for sequences of any number of rows, if it `fits`."""
+    kv_lens = jnp.minimum(kv_lens, page_table.shape[1] * kv_pages.shape[3])
     windows, num_windows = _window_table(bounds, kv_lens, rows=q.shape[0])
     num_programs = min(multiprocessors(), windows.shape[0] * q.shape[1])
     head_dim, page_size = q.shape[2], kv_pages.shape[3]
 
-    shared = functools.partial(tiles, dtype=q.dtype)
+    shared = functools.partial(tiled_memory, dtype=q.dtype)
     copies = max(1, BLOCK_KV // page_size)
     return warpgroup_call(
         functools.partial(_attention_kernel, scale=scale * math.log2(math.e)),
@@ -116,7 +117,7 @@ def _window_table(
     is_used = seq >= 0
     seq = jnp.where(seq < seqs, seq, -1)
     table = jnp.stack([seq, first, begin, end, position], axis=1)
-    if rows < _MANY_ROWS:
+    if rows < _EVEN_ROWS:
         # Programs take windows in turn, and of few those that see the most tokens must
         # be first, for all to end at about the same time: 4 prompts of 512 take 28 us
         # so, not 37. Many even out, and of these a sequence's stay together: what they

@@ -15,11 +15,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from punica_jax.pallas_kernels._warpgroups import (
     GROUP_ROWS,
     GROUPS,
+    STAGES,
     iota,
+    stage_of,
 )
 
 BLOCK_KV = 128
-STAGES = 2  # blocks of keys and values in shared memory
+# Finite, for the difference of two of them must not be NaN.
+_LEAST = float(jnp.finfo(jnp.float32).min)
 
 
 class Window(NamedTuple):
@@ -76,7 +79,7 @@ def load_window(
             )
 
     def load_block(block, step):
-        stage = lax.rem(step, jnp.int32(STAGES))
+        stage = stage_of(step)
         size = min(page_size, BLOCK_KV)
         tokens = [block * BLOCK_KV + first for first in range(0, BLOCK_KV, size)]
         pages = []
@@ -126,7 +129,7 @@ def attend_window(
 
     def attend_block(block, carry, *, masked: bool):
         step, top, total, acc = carry
-        stage = lax.rem(step, jnp.int32(STAGES))
+        stage = stage_of(step)
         plgpu.barrier_wait(k_loaded.at[stage])
 
         def multiply(ref):
@@ -166,7 +169,7 @@ def attend_window(
     by_row = plgpu.Layout.WGMMA.reduce(1)
     carry = (
         step,
-        plgpu.layout_cast(jnp.full(GROUP_ROWS, -jnp.inf, jnp.float32), by_row),
+        plgpu.layout_cast(jnp.full(GROUP_ROWS, _LEAST, jnp.float32), by_row),
         plgpu.layout_cast(jnp.full(GROUP_ROWS, 0, jnp.float32), by_row),
         plgpu.layout_cast(
             jnp.full((GROUP_ROWS, head_dim), 0, jnp.float32), plgpu.Layout.WGMMA

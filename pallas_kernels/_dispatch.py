@@ -54,9 +54,9 @@ def has_warpgroups() -> bool:
     On the default device; where it is no GPU, on the one that kernels are tuned for.
     Before JAX 0.11 they lack what such a kernel needs.
     """
-    if jax.__version_info__ < (0, 11):
-        return False
-    return _compute_capability() in (None, 9.0)
+    is_tuned_for = _default_device().platform != "gpu"
+    is_new = jax.__version_info__ >= (0, 11)
+    return is_new and (is_tuned_for or _compute_capability() == 9.0)
 
 
 def multiprocessors() -> int:

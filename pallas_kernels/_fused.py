@@ -90,33 +90,41 @@ def gated_expand(
     interpret: bool = False,
 ) -> Array:
     """Launch expand with SiLU(gate) * up; see `lora_gated`."""
+    done = ()
     if config is None and not interpret and shrunk is not None:
-        taken = y, shrunk.pool, shrunk.segments
-        if _gated_warpgroups.fits(*taken):
-            return _gated_warpgroups.warpgroup_gated(y, shrunk.v, *taken[1:])
+        v, pool, segments = shrunk.v, shrunk.pool, shrunk.segments
+        if _gated_warpgroups.fits(y, pool, segments):
+            h, others = _gated_warpgroups.warpgroup_gated(y, v, pool, segments)
+            done, shrunk = (h,), Shrunk(v, pool, others)
     rows, width = y.shape[0], y.shape[1] // 2
     block_rows, num_tiles, operands = _tiles(shrunk, rows)
     max_pages = None if shrunk is None else shrunk.pool.page_table.shape[1]
     config = config or gated_config(width, y.dtype, max_pages, rows)
     return pallas_call(
-        functools.partial(_gated_kernel, block_rows=block_rows, config=config),
+        functools.partial(
+            _gated_kernel, num_done=len(done), block_rows=block_rows, config=config
+        ),
         out_shape=jax.ShapeDtypeStruct((rows, width), y.dtype),
         grid=(num_tiles, pl.cdiv(width, config.num_columns)),
         compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=1),
         interpret=interpret,
+        # What warp groups wrote stays, where no tile has a row.
+        input_output_aliases={0: 0} if done else {},
         name="lora_gated_expand",
-    )(y, *operands)
+    )(*done, y, *operands)
 
 
 def _gated_kernel(
-    y_ref,  # [rows, 2 * width]
-    *refs,  # of `Shrunk.operands`, or none; h_ref [rows, width]
+    *refs,  # h_ref where some of it is there; y_ref [rows, 2 * width]; of
+    # `Shrunk.operands`, or none; h_ref [rows, width]
+    num_done: int,
     block_rows: int,
     config: ExpandConfig,
 ):
-    h_ref = refs[-1]
+    y_ref, *refs, h_ref = refs[num_done:]
     width = h_ref.shape[1]
-    tile = AdapterTile(refs[:-1], y_ref.shape[0], block_rows, config.pages_at_once)
+    pages_at_once = config.pages_at_once
+    tile = AdapterTile(tuple(refs), y_ref.shape[0], block_rows, pages_at_once)
     first_column = pl.program_id(1) * config.num_columns
     whole = width % config.num_columns == 0
     pages = [tile.pages(module) for module in range(2)]

@@ -5,6 +5,7 @@ the memory's rate, where Triton's form (`_fused`) waits for its layouts. Knows w
 of rows that follow each other in the batch and among the entries.
 """
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -24,20 +25,22 @@ from punica_jax.pallas_kernels._warpgroups import (
     ALIGNED_ROWS,
     GROUP_ROWS,
     GROUPS,
+    STAGES,
     WINDOW_ROWS,
     barriers,
+    stage_of,
     store_rows,
-    tiles,
+    tiled_memory,
 )
 
 _BLOCK_N = 128
-_STAGES = 2
 # Blocks of a turn, which share what they multiply by B: 16384 rows take 282 us so, 286
 # with twice as many, 291 with half (one H200).
 _TURN_BLOCKS = 22
-# Of fewer rows more decode, of which each is a window: 24 of them beside prompts take
-# 0.1 ms, what 16384 rows gain.
-_MANY_ROWS = 16384
+# Of 4096 rows nothing is gained.
+_MANY_ROWS = 8192
+# Rows that follow each other and make windows.
+_LONG_RUN = 16
 
 
 class _Window(NamedTuple):
@@ -47,7 +50,7 @@ class _Window(NamedTuple):
       slot: the adapter's, -1 for none.
       first: its first row; the window's rows are the 128 from here on.
       begin, end: which of them are the window's own.
-      entry: of its first row, from -8 on.
+      entry: that of `first`, were it the window's own: -7 at least.
     """
 
     slot: Array
@@ -73,57 +76,79 @@ def fits(y: Array, pool: LoraPool, segments: Segments) -> bool:
 
 # A function of its own is traced and lowered once for all layers, for 0.3 s each.
 @jax.jit
-def warpgroup_gated(y: Array, v: Array, pool: LoraPool, segments: Segments) -> Array:
-    """Run `gated_expand`, if it `fits`."""
+def warpgroup_gated(
+    y: Array, v: Array, pool: LoraPool, segments: Segments
+) -> tuple[Array, Segments]:
+    """Run `gated_expand` where rows of an adapter follow each other, if it `fits`.
+
+    Returns:
+      `[rows, width]`, and segments whose tiles are those with the other rows: of
+      windows they would need one each.
+    """
     rows, width = y.shape[0], y.shape[1] // 2
-    windows, num_windows = _window_table(segments)
+    windows, num_windows, tile_end = _divided(segments)
     v = add_splits(list(v))
     if segments.weights is not None:
         v = v * segments.weights[0][:, None]
     # A window may begin before the first entry, and end after the last one.
     v = jnp.pad(v.astype(pool.dtype), ((ALIGNED_ROWS, WINDOW_ROWS), (0, 0)))
 
-    shared = functools.partial(tiles, dtype=y.dtype)
+    shared = functools.partial(tiled_memory, dtype=y.dtype)
     page = RANK_PAGE, _BLOCK_N
-    return warpgroup_call(
+    h = warpgroup_call(
         _gated_kernel,
         out_shape=jax.ShapeDtypeStruct((rows, width), y.dtype),
         scratch_types=[
-            shared(_STAGES, 2, WINDOW_ROWS, _BLOCK_N),  # y
-            shared(_STAGES, 2, *page, swizzle=32),  # b's first pages
-            shared(_STAGES, *page, swizzle=32),  # b's others
+            shared(STAGES, 2, WINDOW_ROWS, _BLOCK_N),  # y
+            shared(STAGES, 2, *page, swizzle=32),  # b's first pages
+            shared(STAGES, *page, swizzle=32),  # b's others
             shared(GROUPS, GROUP_ROWS, _BLOCK_N),  # h
             plgpu.SMEM((GROUPS, GROUP_ROWS, _BLOCK_N), y.dtype),  # h, row by row
-            (barriers(_STAGES, 4), barriers(_STAGES, GROUPS)),
-            (barriers(_STAGES), barriers(_STAGES, GROUPS)),
+            (barriers(STAGES, 4), barriers(STAGES, GROUPS)),
+            (barriers(STAGES), barriers(STAGES, GROUPS)),
         ],
         num_programs=multiprocessors(),
         num_groups=GROUPS + 1,
         name="lora_gated_warpgroups",
     )(y, v, pool.b, *pool.tables, windows, num_windows)
+    return h, dataclasses.replace(segments, tile_end=tile_end)
 
 
-def _window_table(segments: Segments) -> tuple[Array, Array]:
-    """Cut the entries into windows of one slot whose rows follow each other.
+def _divided(segments: Segments) -> tuple[Array, Array, Array]:
+    """Cut long runs into windows, and empty the tiles without other entries.
+
+    A run is entries of one slot whose rows follow each other.
 
     Returns:
-      `i32[rows, 5]`, of `_Window` each, and `i32[1]`, how many are used.
+      `i32[most windows, 5]`, of `_Window` each; `i32[1]`, how many are used; and
+      `i32[1, tiles]`, the tiles' ends.
     """
     rows, slots = segments.rows[0], segments.slots[0]
     entry = jnp.arange(rows.size, dtype=jnp.int32)
     goes_on = (slots[1:] == slots[:-1]) & (rows[1:] == rows[:-1] + 1)
     starts = jnp.append(jnp.bool_(True), ~goes_on)
     start = lax.cummax(jnp.where(starts, entry, 0))
+    ends = jnp.append(starts[1:], jnp.bool_(True))
+    end = lax.cummin(jnp.where(ends, entry + 1, rows.size), reverse=True)
+    is_long = end - start >= _LONG_RUN
     place = rows - rows[start] // ALIGNED_ROWS * ALIGNED_ROWS
     place = lax.rem(place, jnp.int32(WINDOW_ROWS))
-    begins = starts | (place == 0)
-    [at] = jnp.nonzero(begins, size=rows.size, fill_value=rows.size)
-    at = at.astype(jnp.int32)
-    after = jnp.append(at[1:], jnp.int32(rows.size))
-    known = jnp.minimum(at, rows.size - 1)
-    begin = place[known]
-    table = [slots[known], rows[known] - begin, begin, begin + after - at, at - begin]
-    return jnp.stack(table, axis=1), begins.sum(dtype=jnp.int32)[None]
+    begins = is_long & (starts | (place == 0))
+    # A long run takes no more than one for each 16 of its rows.
+    most = max(1, rows.size // _LONG_RUN)
+    [at] = jnp.nonzero(begins, size=most, fill_value=rows.size - 1)
+    begin = place[at]
+    length = jnp.minimum(end[at] - at.astype(jnp.int32), WINDOW_ROWS - begin)
+    first_entry = at.astype(jnp.int32) - begin
+    table = [slots[at], rows[at] - begin, begin, begin + length, first_entry]
+    before = jnp.append(0, jnp.cumsum(~is_long, dtype=jnp.int32))
+    tile_first, tile_end = segments.tile_first, segments.tile_end
+    has_others = before[tile_end] > before[tile_first]
+    return (
+        jnp.stack(table, axis=1),
+        begins.sum(dtype=jnp.int32)[None],
+        jnp.where(has_others, tile_end, tile_first),
+    )
 
 
 def _gated_kernel(
@@ -133,7 +158,7 @@ def _gated_kernel(
     page_table_ref,  # i32[slots, max_pages]
     num_pages_ref,  # i32[layers * slots, 2]
     layer_ref,  # i32[1]
-    windows_ref,  # i32[rows, 5]
+    windows_ref,  # i32[most windows, 5]
     num_windows_ref,  # i32[1]
     h_ref,  # [rows, width]
     y_shared,  # [stages, 2, 128, block_n]
@@ -223,10 +248,6 @@ def _gated_kernel(
         plgpu.wait_smem_to_gmem(0)
 
 
-def _stage(step: Array) -> Array:
-    return lax.rem(step, jnp.int32(_STAGES))
-
-
 def _load_block(
     y_ref,  # [rows, 2 * width]
     b_ref,  # [layers * pages, 16, 2 * width]
@@ -241,8 +262,8 @@ def _load_block(
     y_shared, b_shared, loaded, used = blocks
     more_shared, more_loaded, more_used = more
     step, more_step = steps
-    stage, width = _stage(step), y_ref.shape[1] // 2
-    pl.when(step >= _STAGES)(lambda: plgpu.barrier_wait(used.at[stage]))
+    stage, width = stage_of(step), y_ref.shape[1] // 2
+    pl.when(step >= STAGES)(lambda: plgpu.barrier_wait(used.at[stage]))
     columns = [pl.ds(m * width + block * _BLOCK_N, _BLOCK_N) for m in range(2)]
     for module, (own, at) in enumerate(zip(pages, columns, strict=True)):
         less = 0
@@ -265,8 +286,8 @@ def _load_block(
     for own, at in zip(pages, columns, strict=True):
 
         def load_page(number, step, own=own, at=at):
-            stage = _stage(step)
-            pl.when(step >= _STAGES)(lambda: plgpu.barrier_wait(more_used.at[stage]))
+            stage = stage_of(step)
+            pl.when(step >= STAGES)(lambda: plgpu.barrier_wait(more_used.at[stage]))
             page = own.first + own.page_table_ref[own.slot, number]
             plgpu.copy_gmem_to_smem(
                 b_ref.at[page, :, at], more_shared.at[stage], more_loaded.at[stage]
@@ -290,7 +311,7 @@ def _add_products(
     """Return gate and up, `f32[64, block_n]`, of a group's rows, and the steps."""
     y_shared, b_shared, loaded, used = blocks
     more_shared, more_loaded, more_used = more
-    stage = _stage(step)
+    stage = stage_of(step)
     plgpu.barrier_wait(loaded.at[stage])
     rows = pl.ds(group * GROUP_ROWS, GROUP_ROWS)
     sums = []
@@ -306,7 +327,7 @@ def _add_products(
 
         def add_page(number, carry, module=module):
             step, acc = carry
-            stage = _stage(step)
+            stage = stage_of(step)
             v = load_v(module, number)
             plgpu.barrier_wait(more_loaded.at[stage])
             acc = _add_product(v, more_shared.at[stage], None, acc)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax import lax
+from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -65,6 +65,8 @@ def warpgroup_call(
             grid_names=(PROGRAM,),
             num_threads=num_groups,
             thread_name=GROUP,
+            # Approximate as Triton has it, for equal bits. Lanes: there a kernel says
+            # itself how its memory is tiled.
             compiler_params=plgpu.CompilerParams(
                 approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
             ),
@@ -89,7 +91,9 @@ def _launch(call: Callable[[Any], Any], out_shape: Any) -> Callable[..., Any]:
         shapes = jax.tree.map(
             lambda shape: shape.update(manual_axis_type=axes), out_shape
         )
-        return call(shapes)(*operands)
+        return jax.tree.map(
+            lambda out: _varying(out, axes.varying), call(shapes)(*operands)
+        )
 
     launch.defjvp(_refuse)
     return launch
@@ -113,8 +117,11 @@ def varying_alike(*operands: Any) -> tuple[Any, ...]:
     leaves, tree = jax.tree.flatten(operands)
     own = [_LIBRARY.typeof(leaf).manual_axis_type.varying for leaf in leaves]
     axes = frozenset().union(*own)
-    leaves = [
-        lax.pcast(leaf, tuple(sorted(axes - had)), to="varying") if axes - had else leaf
-        for leaf, had in zip(leaves, own, strict=True)
-    ]
+    leaves = [_varying(leaf, axes) for leaf in leaves]
     return jax.tree.unflatten(tree, leaves)
+
+
+def _varying(leaf: Array, axes: frozenset[str]) -> Array:
+    """Return an array that varies over some axes at least."""
+    missing = axes - _LIBRARY.typeof(leaf).manual_axis_type.varying
+    return lax.pcast(leaf, tuple(sorted(missing)), to="varying") if missing else leaf

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -17,10 +17,11 @@ GROUP_ROWS = 64  # of a warp group's product
 WINDOW_ROWS = GROUPS * GROUP_ROWS
 # A copy of rows as a product takes them begins at a multiple of this.
 ALIGNED_ROWS = 8
+STAGES = 2  # of what a program has loaded and asked for, in turn
 _LIBRARY: Any = plgpu  # its stubs have what is used of it here as abstract
 
 
-def tiles(*shape: int, dtype: Any, swizzle: int = 128) -> Any:
+def tiled_memory(*shape: int, dtype: Any, swizzle: int = 128) -> Any:
     """Return shared memory for what products take, whose tiles are a swizzle wide."""
     transforms = (
         _LIBRARY.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize)),
@@ -34,7 +35,12 @@ def barriers(count: int, arrivals: int = 1) -> Any:
     return plgpu.Barrier(num_barriers=count, num_arrivals=arrivals)
 
 
-def rows_of_group(window: Any, group: Array) -> tuple[Array, Array, Array]:
+def stage_of(step: Array) -> Array:
+    """Return where what is loaded in a step lies."""
+    return lax.rem(step, jnp.int32(STAGES))
+
+
+def _rows_of_group(window: Any, group: Array) -> tuple[Array, Array, Array]:
     """Return a group's first row, and which of its 64 from there on are the window's.
 
     Args:
@@ -52,7 +58,7 @@ def store_rows(
     group: Array,
     value: Array,  # [64, columns]
     at: Callable[[Any], Any],
-    shared,  # [64, columns] of `tiles`
+    shared,  # [64, columns] of `tiled_memory`
     rows_shared,  # [64, columns], as they lie in memory
 ) -> None:
     """Write a group's rows that are the window's: at once if all are.
@@ -60,7 +66,7 @@ def store_rows(
     Args:
       at: gives a row's ref, or that of a slice of rows.
     """
-    first, begin, end = rows_of_group(window, group)
+    first, begin, end = _rows_of_group(window, group)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     @pl.when(end - begin == GROUP_ROWS)

@@ -259,6 +259,20 @@ class TestWarpgroups(AttentionTests):
         np.testing.assert_array_equal(np.asarray(out[len(q) :], np.float32), 0)
         return out[: len(q)]
 
+    def test_scale(self):
+        batch = make_batch([5, 17], [9, 40], dtype="bfloat16")
+        actual = self.run(batch, max_query_len=17, scale=0.75)
+        assert_near(actual, batch.expected(scale=0.75))
+
+    @pytest.mark.parametrize("padding", [0, 1, 6])
+    def test_idle_batches_and_padding_rows_are_zeros(self, padding):
+        for query_lens in ([0, 0, 1], [0, 0, 0]):
+            if sum(query_lens) + padding:
+                shape = {"dtype": "bfloat16", "padding": padding}
+                batch = make_batch(query_lens, [20, 0, 20], **shape)
+                actual = self.run(batch, max_query_len=8, fill=np.nan)
+                assert_near(actual, batch.expected())
+
     @pytest.mark.parametrize("page_size", [16, 64, 256])
     @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
     @pytest.mark.parametrize(

@@ -35,10 +35,11 @@ from punica_jax.pallas_kernels._warpgroups import (
 
 _BLOCK_N = 128
 # Blocks of a turn, which share what they multiply by B: 16384 rows take 282 us so, 286
-# with twice as many, 291 with half (one H200).
+# with twice as many, 291 with half (one H200; 15 more with the launch by tiles).
 _TURN_BLOCKS = 22
-# Of 4096 rows nothing is gained.
-_MANY_ROWS = 8192
+# Of fewer rows a program has a turn or two, and 24 rows that decode beside prompts of
+# 8192 rows make a third: 234 us, by tiles 193.
+_MANY_ROWS = 16384
 # Rows that follow each other and make windows.
 _LONG_RUN = 16
 

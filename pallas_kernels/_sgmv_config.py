@@ -192,7 +192,8 @@ def gated_config(
     warps a program of one block, 220 with 64 and two, 226 with 256; with tiles of 32
     rows 224 and more.
 
-    Of many rows a program takes four blocks: 16384 rows of 32 adapters take 382 us so,
+    Of many rows a program takes four blocks (where warp groups do not take them, see
+    `_gated_warpgroups`): 16384 rows of 32 adapters take 382 us so,
     not 403 (with two 408), 2048 rows of 16 adapters 53, not 56. Where adapters may have
     up to four pages it has two of them at once, for all would leave room for fewer
     programs: 8192 rows of rank 64 take 399 us so, with one page and block 440; of rank

@@ -3,6 +3,7 @@ and what bad arguments get."""
 
 import functools
 import re
+from types import SimpleNamespace
 
 import hypothesis
 import hypothesis.strategies as st
@@ -16,6 +17,7 @@ from punica_jax.pallas_kernels import (
     _attention_decode,
     _attention_prefill,
     _attention_warpgroups,
+    _dispatch,
 )
 from punica_jax.pallas_kernels._attention_decode import DecodeConfig
 from punica_jax.pallas_kernels._attention_prefill import PrefillConfig
@@ -124,6 +126,27 @@ def test_cuda_lowering(heads, kv_heads, head_dim, dtype):
     calls = lowered_kernels(batch.operands(), max_query_len=30)
     assert set(calls) == {"paged_attention_prefill"}
     assert calls["paged_attention_prefill"][2] == "3x5xi32"
+
+
+@pytest.mark.parametrize(
+    ("platform", "capability", "version", "expected"),
+    [
+        ("gpu", "9.0", (0, 11, 2), True),
+        ("gpu", "9.0", (0, 10, 2), False),
+        ("gpu", "8.0", (0, 11, 2), False),
+        ("gpu", "10.0", (0, 11, 2), False),
+        ("gpu", "gfx942", (0, 11, 2), False),
+        ("cpu", None, (0, 11, 2), True),
+    ],
+)
+def test_which_devices_have_warp_groups(
+    platform, capability, version, expected, monkeypatch
+):
+    device = SimpleNamespace(platform=platform, compute_capability=capability)
+    monkeypatch.setattr(_dispatch, "_default_device", lambda: device)
+    monkeypatch.setattr(jax, "__version_info__", version)
+    assert has_warpgroups() == expected
+    assert _dispatch.multiprocessors() == 132
 
 
 @pytest.mark.skipif(not has_warpgroups(), reason="warp groups need Hopper, JAX 0.11")

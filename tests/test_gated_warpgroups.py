@@ -192,12 +192,12 @@ class TestBits:
 @pytest.mark.parametrize(
     ("rows", "width", "dtype", "expected"),
     [
-        (8192, 384, "bfloat16", True),
-        (8192, 384, "float16", True),
-        (4096, 384, "bfloat16", False),
-        (8196, 384, "bfloat16", False),
-        (8192, 320, "bfloat16", False),
-        (8192, 384, "float32", False),
+        (16384, 384, "bfloat16", True),
+        (16384, 384, "float16", True),
+        (8192, 384, "bfloat16", False),
+        (16388, 384, "bfloat16", False),
+        (16384, 320, "bfloat16", False),
+        (16384, 384, "float32", False),
     ],
 )
 def test_many_rows_go_to_warp_groups(rows, width, dtype, expected):
@@ -252,5 +252,5 @@ def test_gradients_under_shard_map_with_its_checks():
             text = traced.lower(lowering_platforms=("cuda",)).as_text()
         return "@mosaic_gpu" in text, text.count("all_reduce")
 
-    assert count(2 * 8192) == (True, count(2 * 4096)[1])
-    assert not count(2 * 4096)[0]
+    assert count(2 * 16384) == (True, count(2 * 8192)[1])
+    assert not count(2 * 8192)[0]

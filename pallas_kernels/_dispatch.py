@@ -52,11 +52,14 @@ def has_warpgroups() -> bool:
     """Whether kernels for the warp groups of Hopper run.
 
     On the default device; where it is no GPU, on the one that kernels are tuned for.
-    Before JAX 0.11 they lack what such a kernel needs.
+    Before JAX 0.11 they lack what such a kernel needs, and CUDA 12.8 to 12.9.0 compile
+    a causal mask wrongly, for which JAX's own attention refuses them.
     """
-    is_tuned_for = _default_device().platform != "gpu"
-    is_new = jax.__version_info__ >= (0, 11)
-    return is_new and (is_tuned_for or _compute_capability() == 9.0)
+    if jax.__version_info__ < (0, 11):
+        return False
+    if _default_device().platform != "gpu":
+        return True
+    return _compute_capability() == 9.0 and not 12080 <= _cuda_version() < 12091
 
 
 def multiprocessors() -> int:
@@ -80,6 +83,16 @@ def _compute_capability() -> float | None:
         return float(getattr(device, "compute_capability", ""))
     except ValueError:
         return None
+
+
+def _cuda_version() -> int:
+    """Return that of CUDA's runtime, as 13000 for 13.0; 0 if it is not known."""
+    try:
+        # Nothing public tells; JAX's kernels ask the same.
+        from jax._src.lib import cuda_versions
+    except ImportError:
+        return 0
+    return 0 if cuda_versions is None else cuda_versions.cuda_runtime_get_version()
 
 
 def _default_device() -> Any:

@@ -52,7 +52,6 @@ def warpgroup_call(
       num_groups: warp groups of a program.
       name: of the launch.
     """
-
     body = _narrow(kernel)
     body.__name__ = name  # what the launch is named by
 

@@ -129,21 +129,26 @@ def test_cuda_lowering(heads, kv_heads, head_dim, dtype):
 
 
 @pytest.mark.parametrize(
-    ("platform", "capability", "version", "expected"),
+    ("platform", "capability", "version", "cuda", "expected"),
     [
-        ("gpu", "9.0", (0, 11, 2), True),
-        ("gpu", "9.0", (0, 10, 2), False),
-        ("gpu", "8.0", (0, 11, 2), False),
-        ("gpu", "10.0", (0, 11, 2), False),
-        ("gpu", "gfx942", (0, 11, 2), False),
-        ("cpu", None, (0, 11, 2), True),
+        ("gpu", "9.0", (0, 11, 2), 13000, True),
+        ("gpu", "9.0", (0, 11, 2), 12091, True),
+        ("gpu", "9.0", (0, 11, 2), 12060, True),
+        ("gpu", "9.0", (0, 11, 2), 12080, False),
+        ("gpu", "9.0", (0, 11, 2), 12090, False),
+        ("gpu", "9.0", (0, 10, 2), 13000, False),
+        ("gpu", "8.0", (0, 11, 2), 13000, False),
+        ("gpu", "10.0", (0, 11, 2), 13000, False),
+        ("gpu", "gfx942", (0, 11, 2), 0, False),
+        ("cpu", None, (0, 11, 2), 0, True),
     ],
 )
 def test_which_devices_have_warp_groups(
-    platform, capability, version, expected, monkeypatch
+    platform, capability, version, cuda, expected, monkeypatch
 ):
     device = SimpleNamespace(platform=platform, compute_capability=capability)
     monkeypatch.setattr(_dispatch, "_default_device", lambda: device)
+    monkeypatch.setattr(_dispatch, "_cuda_version", lambda: cuda)
     monkeypatch.setattr(jax, "__version_info__", version)
     assert has_warpgroups() == expected
     assert _dispatch.multiprocessors() == 132

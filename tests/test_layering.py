@@ -122,10 +122,13 @@ def test_policy_is_plain_python(name):
     assert not {n for n in found if layer_of(n) not in (None, "punica_jax")}
 
 
-def test_triton_stays_inside_the_kernels():
+def test_gpu_lowerings_stay_inside_the_kernels():
+    names = "pallas.triton", "pallas.mosaic_gpu"
     for module, file in modules().items():
         if layer_of(module) != "punica_jax.pallas_kernels":
-            assert not any("pallas.triton" in n or n == "triton" for n in imports(file))
+            found = imports(file)
+            assert "triton" not in found
+            assert not any(name in n for n in found for name in names)
 
 
 def test_files_are_small():

@@ -17,6 +17,7 @@ from punica_jax.pallas_kernels._warpgroups import (
     GROUPS,
     STAGES,
     iota,
+    load,
     stage_of,
 )
 
@@ -190,7 +191,7 @@ def _clear(v_shared, num_tokens: Array) -> None:
     for row in range(0, v_shared.shape[0], 64):
         for column in range(0, v_shared.shape[1], 64):
             ref = v_shared.at[pl.ds(row, 64), pl.ds(column, 64)]
-            v = plgpu.load(ref, layout=plgpu.Layout.WGMMA)
+            v = load(ref)
             ref[...] = jnp.where(
                 iota(v.shape, 0) + row < num_tokens, v, jnp.zeros((), v.dtype)
             )

@@ -28,6 +28,7 @@ from punica_jax.pallas_kernels._warpgroups import (
     STAGES,
     WINDOW_ROWS,
     barriers,
+    load,
     stage_of,
     store_rows,
     tiled_memory,
@@ -194,7 +195,7 @@ def _gated_kernel(
 
         def load_turn(i, steps):
             window, pages, first, end = turn(i)
-            load = functools.partial(
+            ask = functools.partial(
                 _load_block,
                 y_ref,
                 b_ref,
@@ -203,7 +204,7 @@ def _gated_kernel(
                 window,
                 pages,
             )
-            return lax.fori_loop(first, end, load, steps)
+            return lax.fori_loop(first, end, ask, steps)
 
         lax.fori_loop(0, num_turns, load_turn, (jnp.int32(0), jnp.int32(0)))
 
@@ -218,7 +219,7 @@ def _gated_kernel(
             def load_v(module: int, page: Array | int) -> Array:
                 column = module * (v_ref.shape[1] // 2) + page * RANK_PAGE
                 at = v_ref.at[pl.ds(entry, GROUP_ROWS), pl.ds(column, RANK_PAGE)]
-                return plgpu.load(at, layout=plgpu.Layout.WGMMA, optimized=False)
+                return load(at, optimized=False)
 
             firsts = [load_v(module, 0) for module in range(2)]
 
@@ -317,7 +318,7 @@ def _add_products(
     rows = pl.ds(group * GROUP_ROWS, GROUP_ROWS)
     sums = []
     for module, (own, v) in enumerate(zip(pages, firsts, strict=True)):
-        y = plgpu.load(y_shared.at[stage, module, rows], layout=plgpu.Layout.WGMMA)
+        y = load(y_shared.at[stage, module, rows])
         b = b_shared.at[stage, module]
         add = functools.partial(_add_product, v, b)
         # What a module without pages has of v is anything.

@@ -18,7 +18,7 @@ WINDOW_ROWS = GROUPS * GROUP_ROWS
 # A copy of rows as a product takes them begins at a multiple of this.
 ALIGNED_ROWS = 8
 STAGES = 2  # of what a program has loaded and asked for, in turn
-_LIBRARY: Any = plgpu  # its stubs have what is used of it here as abstract
+_LIBRARY: Any = plgpu  # its types are those of one version, or abstract
 
 
 def tiled_memory(*shape: int, dtype: Any, swizzle: int = 128) -> Any:
@@ -78,8 +78,8 @@ def store_rows(
     @pl.when((begin < end) & (end - begin < GROUP_ROWS))
     def _():
         # Eight rows at a time meet in a bank, which JAX 0.12 wants to be told is known.
-        if hasattr(plgpu, "store"):
-            plgpu.store(rows_shared, value, optimized=False)
+        if hasattr(_LIBRARY, "store"):
+            _LIBRARY.store(rows_shared, value, optimized=False)
         else:
             rows_shared[...] = value
         plgpu.commit_smem()
@@ -87,6 +87,12 @@ def store_rows(
         @pl.loop(begin, end)
         def _(row):
             plgpu.copy_smem_to_gmem(rows_shared.at[row], at(first + row))
+
+
+def load(ref, *, optimized: bool = True) -> Array:
+    """Load what a product takes, or adds to; at any place if not `optimized`."""
+    layout = plgpu.Layout.WGMMA
+    return _LIBRARY.load(ref, layout=layout, optimized=optimized)
 
 
 def iota(shape: tuple[int, ...], axis: int) -> Array:

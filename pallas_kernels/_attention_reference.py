@@ -94,8 +94,8 @@ def query_tiles(
       bounds: `i32[seqs + 1]`, rows `bounds[s] .. bounds[s + 1]` are sequence `s`'s.
       rows: rows of the batch, padding included (static).
       block_rows: rows of a tile (static).
-      aligned: what tiles begin at multiples of (static): a sequence's first one may
-        begin at some rows of the one before.
+      aligned: what tiles begin at multiples of (static), a divisor of `block_rows`: a
+        sequence's first one may begin at some rows of the one before.
 
     Returns:
       Each tile's sequence, -1 if the tile is unused, and its first row. Tiles of a

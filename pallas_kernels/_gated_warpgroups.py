@@ -266,21 +266,12 @@ def _load_block(
     step, more_step = steps
     stage, width = stage_of(step), y_ref.shape[1] // 2
     pl.when(step >= STAGES)(lambda: plgpu.barrier_wait(used.at[stage]))
+    rows = pl.ds(window.first, WINDOW_ROWS)
     columns = [pl.ds(m * width + block * _BLOCK_N, _BLOCK_N) for m in range(2)]
     for module, (own, at) in enumerate(zip(pages, columns, strict=True)):
-        less = 0
-        # Of a row that decodes, say, no more than what is aligned.
-        for size in (ALIGNED_ROWS, GROUP_ROWS, WINDOW_ROWS):
-
-            @pl.when((window.end > less) & (window.end <= size))
-            def _(module=module, at=at, size=size):
-                plgpu.copy_gmem_to_smem(
-                    y_ref.at[pl.ds(window.first, size), at],
-                    y_shared.at[stage, module, pl.ds(0, size)],
-                    loaded.at[stage],
-                )
-
-            less = size
+        plgpu.copy_gmem_to_smem(
+            y_ref.at[rows, at], y_shared.at[stage, module], loaded.at[stage]
+        )
         page = jnp.where(own.count > 0, own.page, 0)
         plgpu.copy_gmem_to_smem(
             b_ref.at[page, :, at], b_shared.at[stage, module], loaded.at[stage]
@@ -319,8 +310,10 @@ def _add_products(
     sums = []
     for module, (own, v) in enumerate(zip(pages, firsts, strict=True)):
         y = load(y_shared.at[stage, module, rows])
-        b = b_shared.at[stage, module]
-        add = functools.partial(_add_product, v, b)
+
+        def add(_, acc, v=v, b=b_shared.at[stage, module]):
+            return _add_product(v, b, acc)
+
         # What a module without pages has of v is anything.
         num_first = jnp.minimum(own.count, 1)
         sums.append(lax.fori_loop(0, num_first, add, y.astype(jnp.float32)))
@@ -332,7 +325,7 @@ def _add_products(
             stage = stage_of(step)
             v = load_v(module, number)
             plgpu.barrier_wait(more_loaded.at[stage])
-            acc = _add_product(v, more_shared.at[stage], None, acc)
+            acc = _add_product(v, more_shared.at[stage], acc)
             plgpu.barrier_arrive(more_used.at[stage])
             return step + 1, acc
 
@@ -342,7 +335,7 @@ def _add_products(
     return *sums, step + 1, more_step
 
 
-def _add_product(v: Array, b_shared, _: Any, acc: Array) -> Any:
+def _add_product(v: Array, b_shared, acc: Array) -> Any:
     def add(ref):
         plgpu.wgmma(ref, v, b_shared)
 

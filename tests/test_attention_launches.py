@@ -30,10 +30,18 @@ from punica_jax.pallas_kernels._paged_attention import paged_attention
 from tests.attention_cases import make_batch
 
 
-@pytest.mark.parametrize("aligned", [1, 8])
 @pytest.mark.parametrize(
-    ("lengths", "rows", "block_rows"),
-    [([5, 0, 1, 16, 17], 39, 8), ([0, 0], 4, 16), ([3], 3, 8), ([1, 1, 1], 3, 64)],
+    ("lengths", "rows", "block_rows", "aligned"),
+    [
+        ([5, 0, 1, 16, 17], 39, 8, 1),
+        ([0, 0], 4, 16, 1),
+        ([3], 3, 1, 1),
+        ([1, 1, 1], 3, 64, 1),
+        ([5, 0, 1, 16, 17], 39, 8, 8),
+        ([0, 0], 4, 16, 8),
+        ([3], 3, 8, 8),
+        ([1, 1, 1], 3, 64, 8),
+    ],
 )
 def test_query_tiles_cover_each_row_once(lengths, rows, block_rows, aligned):
     bounds = np.cumsum([0, *lengths]).astype(np.int32)
@@ -46,7 +54,7 @@ def test_query_tiles_cover_each_row_once(lengths, rows, block_rows, aligned):
     for seq, first in zip(np.asarray(tile_seq), np.asarray(tile_first), strict=True):
         if seq >= 0:
             assert bounds[seq] - aligned < first < bounds[seq + 1]
-            assert first % aligned == 0 or aligned == 1
+            assert first % aligned == 0
             end = min(first + block_rows, bounds[seq + 1])
             covered += range(max(first, bounds[seq]), end)
     assert covered == list(range(bounds[-1]))
@@ -219,8 +227,10 @@ def test_prefill_tiles_follow_the_longest_query():
     )
     assert config(max_query_len=5).block_rows == 8
     assert config(max_query_len=2).block_rows == 4
-    assert config(max_query_len=4096).block_rows == 16
-    assert config(max_query_len=64, group=1).block_rows == 64
+    assert config(max_query_len=8191).block_rows == config(max_query_len=64).block_rows
+    assert config(max_query_len=8191).block_rows == 16
+    assert config(max_query_len=8192, head_dim=256).block_rows == 16
+    assert config(max_query_len=8192, group=1).block_rows == 64
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from punica_jax.pallas_kernels._fused import Shrunk, gated_expand
 from punica_jax.pallas_kernels._gated_warpgroups import _divided
 from punica_jax.pallas_kernels._sgmv import shrink
 from punica_jax.pallas_kernels._sgmv_config import ExpandConfig
+from tests.attention_cases import assert_same
 from tests.sgmv_cases import make_case
 
 H200 = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", 132, "gpu"))
@@ -108,10 +109,6 @@ def of_tiles(y, shrunk):
     return jax.jit(lambda: gated_expand(y, shrunk, config=config))()
 
 
-def bits(array):
-    return np.asarray(array).view(np.uint16)
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not has_warpgroups(), reason="warp groups need Hopper, JAX 0.11")
 class TestBits:
@@ -121,9 +118,7 @@ class TestBits:
     @pytest.mark.parametrize("width", [128, 384, 3072])
     def test_ranks_and_runs(self, width, dtype):
         launch = make_launch(slots_of(RUNS), width=width, dtype=dtype)
-        np.testing.assert_array_equal(
-            bits(of_warpgroups(*launch)), bits(of_tiles(*launch))
-        )
+        assert_same(of_warpgroups(*launch), of_tiles(*launch))
 
     @pytest.mark.parametrize(
         "slots",
@@ -138,22 +133,16 @@ class TestBits:
     )
     def test_slots(self, slots):
         launch = make_launch(slots)
-        np.testing.assert_array_equal(
-            bits(of_warpgroups(*launch)), bits(of_tiles(*launch))
-        )
+        assert_same(of_warpgroups(*launch), of_tiles(*launch))
 
     def test_weights(self):
         launch = make_launch(slots_of(RUNS), weighted=True)
-        np.testing.assert_array_equal(
-            bits(of_warpgroups(*launch)), bits(of_tiles(*launch))
-        )
+        assert_same(of_warpgroups(*launch), of_tiles(*launch))
 
     def test_splits(self):
         launch = make_launch(slots_of(RUNS), d_in=4096)
         assert len(launch[1].v) > 1
-        np.testing.assert_array_equal(
-            bits(of_warpgroups(*launch)), bits(of_tiles(*launch))
-        )
+        assert_same(of_warpgroups(*launch), of_tiles(*launch))
 
     def test_another_layer(self):
         y, shrunk = make_launch(slots_of(RUNS))
@@ -166,9 +155,7 @@ class TestBits:
             layer=jnp.ones(1, jnp.int32),
         )
         second = Shrunk(shrunk.v, layered, shrunk.segments)
-        np.testing.assert_array_equal(
-            bits(of_warpgroups(y, second)), bits(of_tiles(y, shrunk))
-        )
+        assert_same(of_warpgroups(y, second), of_tiles(y, shrunk))
 
     def test_nan_stays_in_its_rows(self):
         slots = slots_of(RUNS)
@@ -185,7 +172,7 @@ class TestBits:
         expected, actual = of_tiles(y, shrunk), of_warpgroups(y, bad)
         own = slots == 3
         assert np.isnan(np.asarray(actual[own], np.float32)).all()
-        np.testing.assert_array_equal(bits(actual)[~own], bits(expected)[~own])
+        assert_same(actual[~own], expected[~own])
 
 
 @pytest.mark.skipif(not has_warpgroups(), reason="warp groups need Hopper, JAX 0.11")

@@ -1,7 +1,8 @@
 """A linear layer with its adapters' product, and what follows it in a decoder layer.
 
 Checks, choice of implementation, gradients; the kernels are `_project.py`'s,
-`_one_launch.py`'s, `_row_expand.py`'s, `_sgmv.py`'s and `_fused.py`'s. Knows arrays of
+`_one_launch.py`'s, `_row_expand.py`'s, `_sgmv.py`'s, `_fused.py`'s and
+`_gated_product.py`'s. Knows arrays of
 one layer; nothing of models or sequences.
 """
 
@@ -15,6 +16,7 @@ from jaxtyping import Float, Int32
 
 from punica_jax.pallas_kernels import (
     _fused,
+    _gated_product,
     _one_launch,
     _ops,
     _project,
@@ -28,7 +30,6 @@ from punica_jax.pallas_kernels._norm import Norm, NormedRows, divided, rms_norm
 from punica_jax.pallas_kernels._operands import require
 from punica_jax.pallas_kernels._pool import LoraPool
 from punica_jax.pallas_kernels._segments import Segments
-from punica_jax.pallas_kernels._sgmv_config import MAX_PROJECT_ROWS
 
 # An adapters' pool and which rows use it.
 Lora = tuple[LoraPool, Segments]
@@ -91,7 +92,7 @@ def lora_normed(
     # A product's programs would write so many sums of squares that reading them costs
     # what the norm does; rows not divided yet could pass the greatest float16.
     fits = lora is not None and lora[1].num_passes == 1
-    fits = fits and weight.dtype == jnp.bfloat16 and _are_few(x, weight)
+    fits = fits and weight.dtype == jnp.bfloat16 and _project.are_few(x, weight)
     operands = (x, weight, lora, bias, residual)
     resolved = _resolve(implementation, x)
     if resolved != "xla" and fits:
@@ -194,7 +195,7 @@ def lora_rotary(
     if implementation == "xla":
         return reference.rotary(_plain_linear(implementation, *operands), *cache)
     interpret = implementation != "pallas_triton"
-    if lora is None and _are_few(x, weight):
+    if lora is None and _project.are_few(x, weight):
         options = {"bias": bias, "residual": residual, "interpret": interpret}
         return _one_launch.rotary(x, weight, cache, **options)
     forms, y, shrunk = _project_rows(implementation, *operands)
@@ -258,16 +259,19 @@ def _linear(form, implementation, x, weight, lora, bias, residual):
     if implementation == "xla":
         return _plain(form, implementation, *operands)
     interpret = {"interpret": implementation != "pallas_triton"}
-    if form == "plain" and lora is not None and not _are_few(x, weight):
+    if form == "plain" and lora is not None and not _project.are_few(x, weight):
         # Many rows' residual is added by the expand, and so rounded once: in the base
         # product it would be rounded there and by the expand.
         _, y, shrunk = _project_rows(implementation, x, weight, lora, bias, None)
         if shrunk is None:
             return y if residual is None else y + residual
         return _fused.expand(y, shrunk, residual, **interpret)
-    if form == "gated" and lora is None and _are_few(x, weight):
+    if form == "gated" and lora is None and _project.are_few(x, weight):
         options = {"bias": bias, "residual": residual} | interpret
         return _one_launch.gated(x, weight, **options)
+    alone = bias is None and residual is None and implementation == "pallas_triton"
+    if form == "gated" and alone and _gated_product.fits(x, weight, lora):
+        return _gated_product.gated(divided(x), weight, lora)
     forms, y, shrunk = _project_rows(implementation, *operands)
     if form == "gated":
         return forms.gated_expand(y, shrunk, **interpret)
@@ -302,7 +306,7 @@ def _project_rows(
         y = _plain_linear(implementation, x, weight, lora, bias, residual)
         return _fused, y, None
     forms, v = _fused, None
-    if _are_few(x, weight):
+    if _project.are_few(x, weight):
         forms = _row_expand
         y, v = _project.project(
             x, weight, lora, bias=bias, residual=residual, interpret=interpret
@@ -313,13 +317,6 @@ def _project_rows(
         if lora is not None:
             v = _sgmv.shrink(x, *lora, interpret=interpret)
     return forms, y, None if v is None or lora is None else _fused.Shrunk(v, *lora)
-
-
-def _are_few(x: Array | NormedRows, weight: Array) -> bool:
-    """Tell whether one launch multiplies and shrinks the rows."""
-    # Float32 has no tensor cores to fill: XLA's product is the better one.
-    narrow = x.dtype == weight.dtype and weight.dtype.itemsize == 2
-    return narrow and x.shape[0] <= MAX_PROJECT_ROWS
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -15,7 +15,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from punica_jax.pallas_kernels import _gated_warpgroups, _sgmv
+from punica_jax.pallas_kernels import _sgmv
 from punica_jax.pallas_kernels._adapter_tile import AdapterTile
 from punica_jax.pallas_kernels._launch import pallas_call
 from punica_jax.pallas_kernels._page_tiles import (
@@ -90,38 +90,27 @@ def gated_expand(
     interpret: bool = False,
 ) -> Array:
     """Launch expand with SiLU(gate) * up; see `lora_gated`."""
-    done = ()
-    if config is None and not interpret and shrunk is not None:
-        v, pool, segments = shrunk.v, shrunk.pool, shrunk.segments
-        if _gated_warpgroups.fits(y, pool, segments):
-            h, others = _gated_warpgroups.warpgroup_gated(y, v, pool, segments)
-            done, shrunk = (h,), Shrunk(v, pool, others)
     rows, width = y.shape[0], y.shape[1] // 2
     block_rows, num_tiles, operands = _tiles(shrunk, rows)
     max_pages = None if shrunk is None else shrunk.pool.page_table.shape[1]
     config = config or gated_config(width, y.dtype, max_pages, rows)
     return pallas_call(
-        functools.partial(
-            _gated_kernel, num_done=len(done), block_rows=block_rows, config=config
-        ),
+        functools.partial(_gated_kernel, block_rows=block_rows, config=config),
         out_shape=jax.ShapeDtypeStruct((rows, width), y.dtype),
         grid=(num_tiles, pl.cdiv(width, config.num_columns)),
         compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=1),
         interpret=interpret,
-        # What warp groups wrote stays, where no tile has a row.
-        input_output_aliases={0: 0} if done else {},
         name="lora_gated_expand",
-    )(*done, y, *operands)
+    )(y, *operands)
 
 
 def _gated_kernel(
-    *refs,  # h_ref where some of it is there; y_ref [rows, 2 * width]; of
-    # `Shrunk.operands`, or none; h_ref [rows, width]
-    num_done: int,
+    y_ref,  # [rows, 2 * width]
+    *refs,  # of `Shrunk.operands`, or none; h_ref [rows, width]
     block_rows: int,
     config: ExpandConfig,
 ):
-    y_ref, *refs, h_ref = refs[num_done:]
+    *refs, h_ref = refs
     width = h_ref.shape[1]
     pages_at_once = config.pages_at_once
     tile = AdapterTile(tuple(refs), y_ref.shape[0], block_rows, pages_at_once)

@@ -13,7 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 _LIBRARY: Any = jax  # its stubs lack some of what is used of it here
 # The axes of a launch for warp groups.
-PROGRAM, GROUP = "program", "group"
+PROGRAM, CLUSTER, GROUP = "program", "cluster", "group"
 
 
 def pallas_call(
@@ -40,20 +40,27 @@ def warpgroup_call(
     num_programs: int,
     num_groups: int,
     name: str,
+    cluster_size: int = 1,
 ) -> Callable[..., Any]:
     """Return a launch of a kernel for warp groups; else as `pallas_call`.
 
     Args:
       kernel: takes the operands' refs, the results' and the scratch's. It knows its
-        program and its group by the axes `PROGRAM` and `GROUP`.
+        program and its group by the axes `PROGRAM` and `GROUP`, and which of a
+        cluster's programs it is by `CLUSTER`.
       out_shape: of the results.
       scratch_types: what a program has for itself.
-      num_programs: of the launch.
+      num_programs: of the launch; of clusters, if they have several programs.
       num_groups: warp groups of a program.
       name: of the launch.
+      cluster_size: programs that run beside each other, and may share what they load.
     """
     body = _narrow(kernel)
     body.__name__ = name  # what the launch is named by
+
+    cluster: Any = {}
+    if cluster_size > 1:
+        cluster = {"cluster": (cluster_size,), "cluster_names": (CLUSTER,)}
 
     def call(shapes: Any) -> Callable[..., Any]:
         return plgpu.kernel(
@@ -62,6 +69,7 @@ def warpgroup_call(
             scratch_types=scratch_types,
             grid=(num_programs,),
             grid_names=(PROGRAM,),
+            **cluster,
             num_threads=num_groups,
             thread_name=GROUP,
             # Approximate as Triton has it, for equal bits. Lanes: there a kernel says

@@ -32,6 +32,7 @@ from punica_jax.pallas_kernels._segments import Segments
 from punica_jax.pallas_kernels._sgmv import launch_tables
 from punica_jax.pallas_kernels._sgmv_config import (
     MAX_AT_ONCE,
+    MAX_PROJECT_ROWS,
     MAX_ROOMY_ROWS,
     ProjectConfig,
     ShrinkConfig,
@@ -43,6 +44,13 @@ from punica_jax.pallas_kernels._shrink_tile import shrink_modules
 # Begins to load what rows `i32[n]`, of which some are live, are multiplied by, and
 # returns what waits for it: `f32[n, 1]`, or 1.
 _Scales = Callable[[Array, Array | None], Callable[[], Array | float]]
+
+
+def are_few(x: Array | NormedRows, weight: Array) -> bool:
+    """Tell whether one launch multiplies and shrinks the rows."""
+    # Float32 has no tensor cores to fill: XLA's product is the better one.
+    narrow = x.dtype == weight.dtype and weight.dtype.itemsize == 2
+    return narrow and x.shape[0] <= MAX_PROJECT_ROWS
 
 
 def project(

@@ -192,13 +192,13 @@ def gated_config(
     warps a program of one block, 220 with 64 and two, 226 with 256; with tiles of 32
     rows 224 and more.
 
-    Of many rows a program takes four blocks (where warp groups do not take them, see
-    `_gated_warpgroups`): 16384 rows of 32 adapters take 382 us so,
-    not 403 (with two 408), 2048 rows of 16 adapters 53, not 56. Where adapters may have
-    up to four pages it has two of them at once, for all would leave room for fewer
-    programs: 8192 rows of rank 64 take 399 us so, with one page and block 440; of rank
-    16 where others may have 64 202 and 212, with all four at once 246. Fewer rows have
-    one at a time: of 512 those of rank 16 take 20.5 us so, with two at once 22.1.
+    Of many rows (where they are not `_gated_product`'s) a program takes four blocks:
+    16384 rows of 32 adapters take 382 us so, not 403 (with two 408), 2048 rows of 16
+    adapters 53, not 56. Where adapters may have up to four pages it has two of them at
+    once, for all would leave room for fewer programs: 8192 rows of rank 64 take 399 us
+    so, with one page and block 440; of rank 16 where others may have 64 202 and 212,
+    with all four at once 246. Fewer rows have one at a time: of 512 those of rank 16
+    take 20.5 us so, with two at once 22.1.
 
     Args:
       max_pages: of an adapter; None if there are no adapters, for then a program's

@@ -12,6 +12,8 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from punica_jax.pallas_kernels._launch import CLUSTER
+
 GROUPS = 2  # that multiply; one more loads
 GROUP_ROWS = 64  # of a warp group's product
 WINDOW_ROWS = GROUPS * GROUP_ROWS
@@ -30,14 +32,20 @@ def tiled_memory(*shape: int, dtype: Any, swizzle: int = 128) -> Any:
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
-def barriers(count: int, arrivals: int = 1) -> Any:
-    """Return `count` barriers that open after so many arrivals each."""
-    return plgpu.Barrier(num_barriers=count, num_arrivals=arrivals)
+def barriers(count: int, arrivals: int = 1, *, cluster: bool = False) -> Any:
+    """Return `count` barriers that open after so many arrivals each.
+
+    Those of a cluster open for all of its programs, after so many of each.
+    """
+    sizes = {"num_barriers": count, "num_arrivals": arrivals}
+    if cluster:
+        return plgpu.ClusterBarrier(collective_axes=(CLUSTER,), **sizes)
+    return plgpu.Barrier(**sizes)
 
 
-def stage_of(step: Array) -> Array:
+def stage_of(step: Array, stages: int = STAGES) -> Array:
     """Return where what is loaded in a step lies."""
-    return lax.rem(step, jnp.int32(STAGES))
+    return lax.rem(step, jnp.int32(stages))
 
 
 def _rows_of_group(window: Any, group: Array) -> tuple[Array, Array, Array]:

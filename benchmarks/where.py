@@ -40,7 +40,10 @@ from punica_jax.bench_model import BenchModel
 OTHER = "activations, residuals, other"
 # By a kernel's own name, where it has one: ours, and the libraries' products.
 _BY_NAME = (
-    ("base products, with what follows", r"lora_project_(gated|rotary)"),
+    (
+        "base products, with what follows",
+        r"lora_project_(gated|rotary)|lora_gated_product",
+    ),
     ("base products, with shrink", r"lora_project"),
     ("norms", r"rms_norm"),
     ("shrink", r"lora_shrink"),

@@ -205,8 +205,8 @@ def _gated_kernel(
                 plgpu.barrier_arrive(used.at[stage_of(after - 1, _STAGES)])
                 return after, *(acc[...] for acc in sums)
 
-            shape = GROUP_ROWS, BLOCK_N
-            step, *parts = pl.run_scoped(multiply, *[plgpu.ACC(shape, jnp.float32)] * 2)
+            acc = plgpu.WGMMAAccumulatorRef((GROUP_ROWS, BLOCK_N), jnp.float32)
+            step, *parts = pl.run_scoped(multiply, acc, acc)
             halves = [
                 part[:, first : first + HALF_N].astype(h_ref.dtype).astype(jnp.float32)
                 for part in parts

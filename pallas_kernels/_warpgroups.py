@@ -37,10 +37,11 @@ def barriers(count: int, arrivals: int = 1, *, cluster: bool = False) -> Any:
 
     Those of a cluster open for all of its programs, after so many of each.
     """
-    sizes = {"num_barriers": count, "num_arrivals": arrivals}
     if cluster:
-        return plgpu.ClusterBarrier(collective_axes=(CLUSTER,), **sizes)
-    return plgpu.Barrier(**sizes)
+        return plgpu.ClusterBarrier(
+            collective_axes=(CLUSTER,), num_barriers=count, num_arrivals=arrivals
+        )
+    return plgpu.Barrier(num_barriers=count, num_arrivals=arrivals)
 
 
 def stage_of(step: Array, stages: int = STAGES) -> Array:

@@ -22,6 +22,7 @@ from punica_jax.pallas_kernels._attention_window import (
     Window,
     attend_window,
     load_window,
+    store_rows,
 )
 from punica_jax.pallas_kernels._dispatch import has_warpgroups, multiprocessors
 from punica_jax.pallas_kernels._launch import GROUP, PROGRAM, warpgroup_call
@@ -32,7 +33,6 @@ from punica_jax.pallas_kernels._warpgroups import (
     STAGES,
     WINDOW_ROWS,
     barriers,
-    store_rows,
     tiled_memory,
 )
 

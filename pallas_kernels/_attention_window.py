@@ -5,7 +5,8 @@ a program takes.
 """
 
 import functools
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -21,6 +22,7 @@ from punica_jax.pallas_kernels._warpgroups import (
     stage_of,
 )
 
+_LIBRARY: Any = plgpu  # its types are those of one version, or abstract
 BLOCK_KV = 128
 # Finite, for the difference of two of them must not be NaN.
 _LEAST = float(jnp.finfo(jnp.float32).min)
@@ -200,3 +202,43 @@ def _clear(v_shared, num_tokens: Array) -> None:
 
 def _across(rows: Array, shape: tuple[int, ...]) -> Array:
     return lax.broadcast_in_dim(rows, shape, [0])
+
+
+def store_rows(
+    window: Window,
+    group: Array,
+    value: Array,  # [64, columns]
+    at: Callable[[Any], Any],
+    shared,  # [64, columns] of `tiled_memory`
+    rows_shared,  # [64, columns], as they lie in memory
+) -> None:
+    """Write a group's rows that are the window's: at once if all are.
+
+    Args:
+      at: gives a row's ref, or that of a slice of rows.
+    """
+    offset = group * GROUP_ROWS
+    first = window.first + offset
+    begin, end = (
+        jnp.clip(row - offset, 0, GROUP_ROWS) for row in (window.begin, window.end)
+    )
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    @pl.when(end - begin == GROUP_ROWS)
+    def _():
+        shared[...] = value
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(shared, at(pl.ds(first, GROUP_ROWS)))
+
+    @pl.when((begin < end) & (end - begin < GROUP_ROWS))
+    def _():
+        # Eight rows at a time meet in a bank, which JAX 0.12 wants to be told is known.
+        if hasattr(_LIBRARY, "store"):
+            _LIBRARY.store(rows_shared, value, optimized=False)
+        else:
+            rows_shared[...] = value
+        plgpu.commit_smem()
+
+        @pl.loop(begin, end)
+        def _(row):
+            plgpu.copy_smem_to_gmem(rows_shared.at[row], at(first + row))

@@ -1,15 +1,13 @@
-"""What kernels for warp groups share: windows of rows, and their way back to memory.
+"""What kernels for warp groups share: how their memory lies, and what waits for whom.
 
-Runs inside kernels, but for what lays out their memory. Knows rows; nothing of what is
-computed of them.
+Runs inside kernels, but for what lays out their memory. Knows nothing of what is
+computed.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from punica_jax.pallas_kernels._launch import CLUSTER
@@ -47,55 +45,6 @@ def barriers(count: int, arrivals: int = 1, *, cluster: bool = False) -> Any:
 def stage_of(step: Array, stages: int = STAGES) -> Array:
     """Return where what is loaded in a step lies."""
     return lax.rem(step, jnp.int32(stages))
-
-
-def _rows_of_group(window: Any, group: Array) -> tuple[Array, Array, Array]:
-    """Return a group's first row, and which of its 64 from there on are the window's.
-
-    Args:
-      window: has `first`, `begin` and `end`.
-    """
-    first = group * GROUP_ROWS
-    begin, end = (
-        jnp.clip(row - first, 0, GROUP_ROWS) for row in (window.begin, window.end)
-    )
-    return window.first + first, begin, end
-
-
-def store_rows(
-    window: Any,
-    group: Array,
-    value: Array,  # [64, columns]
-    at: Callable[[Any], Any],
-    shared,  # [64, columns] of `tiled_memory`
-    rows_shared,  # [64, columns], as they lie in memory
-) -> None:
-    """Write a group's rows that are the window's: at once if all are.
-
-    Args:
-      at: gives a row's ref, or that of a slice of rows.
-    """
-    first, begin, end = _rows_of_group(window, group)
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-    @pl.when(end - begin == GROUP_ROWS)
-    def _():
-        shared[...] = value
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(shared, at(pl.ds(first, GROUP_ROWS)))
-
-    @pl.when((begin < end) & (end - begin < GROUP_ROWS))
-    def _():
-        # Eight rows at a time meet in a bank, which JAX 0.12 wants to be told is known.
-        if hasattr(_LIBRARY, "store"):
-            _LIBRARY.store(rows_shared, value, optimized=False)
-        else:
-            rows_shared[...] = value
-        plgpu.commit_smem()
-
-        @pl.loop(begin, end)
-        def _(row):
-            plgpu.copy_smem_to_gmem(rows_shared.at[row], at(first + row))
 
 
 def load(ref, *, optimized: bool = True) -> Array:

@@ -2,8 +2,7 @@
 
 Checks, choice of implementation, gradients; the kernels are `_project.py`'s,
 `_one_launch.py`'s, `_row_expand.py`'s, `_sgmv.py`'s, `_fused.py`'s and
-`_gated_product.py`'s. Knows arrays of
-one layer; nothing of models or sequences.
+`_gated_product.py`'s. Knows arrays of one layer; nothing of models or sequences.
 """
 
 import functools

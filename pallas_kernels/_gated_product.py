@@ -2,8 +2,8 @@
 
 The product's sums are in registers when what follows needs them; XLA's product writes
 them to memory, from where an expand takes them again. One warp group asks for rows and
-weights ahead of two that multiply. The bits are those of the two launches. Knows
-arrays; nothing of models.
+weights ahead of two that multiply. The bits are those of an expand of the same product.
+Knows arrays; nothing of models.
 """
 
 import functools
@@ -17,6 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from punica_jax.pallas_kernels._dispatch import has_warpgroups, multiprocessors
 from punica_jax.pallas_kernels._launch import CLUSTER, GROUP, PROGRAM, warpgroup_call
+from punica_jax.pallas_kernels._norm import NormedRows
 from punica_jax.pallas_kernels._page_tiles import silu_product
 from punica_jax.pallas_kernels._pool import RANK_PAGE, LoraPool
 from punica_jax.pallas_kernels._segments import Segments
@@ -39,6 +40,7 @@ from punica_jax.pallas_kernels._window_adapters import (
 
 # Of fewer rows a program has few turns, and some have one more than others: 2048 take
 # 668 us, by XLA's product and the expand 606; 4096 1132 and 1194 (7B, one H100).
+# Measured with 11008 and 14336 columns only.
 _MIN_ROWS = 4096
 _BLOCK_K = 64
 # Programs on neighbouring multiprocessors, which share what they load of the weight.
@@ -50,9 +52,15 @@ _STAGES = 4  # of rows and weights
 
 
 def fits(
-    x: Array, weight: Array, lora: tuple[LoraPool, Segments] | None = None
+    x: Array | NormedRows,
+    weight: Array,
+    lora: tuple[LoraPool, Segments] | None = None,
 ) -> bool:
-    """Whether this form runs, and is the faster one; a function of static things."""
+    """Whether this form runs; a function of static things.
+
+    It is the faster one where few adapters share 128 rows: 16384 rows of 32, all
+    shuffled, take 6.5 ms, and 4.4 in two launches (7B, one H100).
+    """
     (rows, d_in), width = x.shape, weight.shape[0] // 2
     return (
         has_warpgroups()

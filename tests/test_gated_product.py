@@ -66,6 +66,14 @@ def test_windows_have_the_slots_of_their_rows(runs, shuffled):
         assert set(found[:count]) == set(own[own >= 0])
 
 
+def test_windows_may_have_a_slot_for_each_row():
+    slots = jnp.arange(ROWS, dtype=jnp.int32) % 200
+    segments = segment_metadata(slots, num_slots=200)
+    _, _, windows, counts = map(np.asarray, slots_of_all(segments))
+    np.testing.assert_array_equal(counts, 128)
+    np.testing.assert_array_equal(windows, slots.reshape(-1, 128))
+
+
 def make_layer(slots, *, width=384, dtype="bfloat16", weighted=False, d_in=64):
     """Rows and weights of small integers: their sums are exact, in any order."""
     rng = np.random.default_rng(1)
@@ -208,6 +216,43 @@ def test_many_rows_go_to_warp_groups(rows, width, dtype, expected):
         text = lowered.as_text()
         assert ("@mosaic_gpu" in text) == expected
         assert ("lora_gated_expand" in text) != expected
+
+
+@pytest.mark.skipif(not has_warpgroups(), reason="warp groups need Hopper, JAX 0.11")
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({}, True),
+        ({"lora": False}, True),
+        ({"bias": True}, False),
+        ({"residual": True}, False),
+        ({"passes": 2}, False),
+        ({"d_in": 40}, False),
+        ({"implementation": "xla"}, False),
+    ],
+    ids=str,
+)
+def test_what_it_lacks_goes_elsewhere(change, expected):
+    rows, width, d_in = 4096, 128, change.get("d_in", 64)
+    case = make_case(
+        rows=2, ranks=RANKS, d_in=d_in, d_outs=(width, width), dtype="bfloat16"
+    )
+    slots = jnp.zeros((rows, change.get("passes", 1)), jnp.int32)
+    segments = segment_metadata(slots, num_slots=NUM_SLOTS)
+    options: dict = {
+        "lora": (case.pool, segments) if change.get("lora", True) else None,
+        "implementation": change.get("implementation", "pallas_triton"),
+    }
+    if "bias" in change:
+        options["bias"] = jnp.zeros(2 * width, jnp.bfloat16)
+    if "residual" in change:
+        options["residual"] = jnp.zeros((rows, 2 * width), jnp.bfloat16)
+    weight = jnp.zeros((2 * width, d_in), jnp.bfloat16)
+    x = jnp.zeros((rows, d_in), jnp.bfloat16)
+    with jax.sharding.use_abstract_mesh(H200):
+        traced = jax.jit(lambda x: lora_gated(x, weight, **options)).trace(x)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert ("@mosaic_gpu" in text) == expected
 
 
 @pytest.mark.skipif(not has_warpgroups(), reason="warp groups need Hopper, JAX 0.11")

@@ -7,7 +7,8 @@ Knows arrays; nothing of models.
 """
 
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -38,9 +39,10 @@ from punica_jax.pallas_kernels._window_adapters import (
     adapter_operands,
 )
 
-# Of fewer rows a program has few turns, and some have one more than others: 2048 take
-# 668 us, by XLA's product and the expand 606; 4096 1132 and 1194 (7B, one H100).
-# Measured with 11008 and 14336 columns only.
+# Of fewer rows a program has few turns, and those with the rows that decode, each of an
+# adapter of its own, end last: 2560 with 24 such rows take 835 us, by XLA's product and
+# the expand 729; 4096 1132 and 1194 (7B, one H100). From 5632 to 18944 columns the two
+# forms are then within 3 % at 4096.
 _MIN_ROWS = 4096
 _BLOCK_K = 64
 # Programs on neighbouring multiprocessors, which share what they load of the weight.
@@ -117,123 +119,155 @@ def _launch(x: Array, weight: Array, operands: tuple[Array, ...]) -> Array:
     )(x, weight, *operands)
 
 
+class _Shared(NamedTuple):
+    """A program's memory, and the barriers of its blocks of rows and weights."""
+
+    x: Any  # [stages, 128, k]
+    w: Any  # [stages, 2, columns, k], of gate and of up
+    h: Any  # [groups, 64, columns / 2]
+    loaded: Any  # [stages]
+    used: Any  # [stages], of the cluster
+
+
 def _gated_kernel(
     x_ref,  # [rows, d_in]
     w_ref,  # [2 * width, d_in]
     *refs,  # of `adapter_operands`, or none; h_ref [rows, width]; the scratch
 ):
-    refs, (x_shared, w_shared, b_shared, h_shared, blocks, pages) = refs[:-6], refs[-6:]
+    refs, (x, w, b, h, blocks, pages) = refs[:-6], refs[-6:]
     *refs, h_ref = refs
-    adapters = WindowAdapters(refs, b_shared, *pages) if refs else None
-    loaded, used = blocks
-    program, group = (lax.axis_index(name) for name in (PROGRAM, GROUP))
-    width, num_blocks = h_ref.shape[1], x_ref.shape[1] // _BLOCK_K
-    windows = pl.cdiv(h_ref.shape[0], WINDOW_ROWS * _CLUSTER_SIZE)
-    num_columns = width // BLOCK_N
-    at_once = min(windows, _PART_ROWS // (WINDOW_ROWS * _CLUSTER_SIZE))
-    num_programs = lax.axis_size(PROGRAM)
-    num_turns = pl.cdiv(windows * num_columns - program, num_programs)
-
-    def turn(i):
-        """Return a turn's window, and first column."""
-        part, nth = _divided(program + i * num_programs, at_once * num_columns)
-        column, window = _divided(nth, jnp.minimum(at_once, windows - part * at_once))
-        window = (part * at_once + window) * _CLUSTER_SIZE + lax.axis_index(CLUSTER)
-        return window, column * BLOCK_N
-
-    def for_turns(work, init):
-        def step(i, carry):
-            return work(*turn(i), carry)
-
-        return lax.fori_loop(0, num_turns, step, init)
+    shared = _Shared(x, w, h, *blocks)
+    adapters = WindowAdapters(refs, b, *pages) if refs else None
+    group = lax.axis_index(GROUP)
 
     @pl.when(group == GROUPS)
     def _():
         plgpu.set_max_registers(40, action="decrease")
-
-        def ask(window, column, steps):
-            step, page_step = steps
-            rows = pl.ds(window * WINDOW_ROWS, WINDOW_ROWS)
-            found = None if adapters is None else adapters.look(window, 0)
-
-            def ask_block(block, step):
-                stage = stage_of(step, _STAGES)
-                pl.when(step >= _STAGES)(lambda: plgpu.barrier_wait(used.at[stage]))
-                k, full = pl.ds(block * _BLOCK_K, _BLOCK_K), loaded.at[stage]
-                plgpu.copy_gmem_to_smem(x_ref.at[rows, k], x_shared.at[stage], full)
-                for part in range(2):
-                    plgpu.copy_gmem_to_smem(
-                        w_ref.at[pl.ds(part * width + column, BLOCK_N), k],
-                        w_shared.at[stage, part],
-                        full,
-                        collective_axes=CLUSTER,
-                    )
-                return step + 1
-
-            step = lax.fori_loop(0, num_blocks, ask_block, step)
-            if adapters is not None:
-                page_step = adapters.ask(window, found, column, width, page_step)
-            return step, page_step
-
-        step, _ = for_turns(ask, (jnp.int32(0), jnp.int32(0)))
-        # Nobody may leave while the other one still tells it what is used.
-        left = jnp.minimum(step, _STAGES)
-
-        @pl.loop(0, left)
-        def _(i):
-            plgpu.barrier_wait(used.at[stage_of(step - left + i, _STAGES)])
+        _load_turns(x_ref, w_ref, adapters, shared)
 
     @pl.when(group < GROUPS)
     def _():
         plgpu.set_max_registers(232, action="increase")
-        own_rows = pl.ds(group * GROUP_ROWS, GROUP_ROWS)
+        _multiply_turns(h_ref, x_ref.shape[1] // _BLOCK_K, adapters, shared)
 
-        def work(window, column, steps):
-            step, page_step = steps
-            rows = pl.ds(window * WINDOW_ROWS + group * GROUP_ROWS, GROUP_ROWS)
-            begun = None if adapters is None else adapters.begin(window, rows)
 
-            def multiply(*sums):
-                def multiply_block(block, step):
-                    stage = stage_of(step, _STAGES)
-                    plgpu.barrier_wait(loaded.at[stage])
-                    for part, acc in enumerate(sums):
-                        w = w_shared.at[stage, part].transpose((1, 0))
-                        plgpu.wgmma(acc, x_shared.at[stage, own_rows], w)
-                    plgpu.wgmma_wait(len(sums))  # for the block before this one
+def _for_turns(rows: int, width: int, work: Callable[..., Any]) -> Any:
+    """Fold `work(window, column, steps)` over what a program computes, turn by turn.
 
-                    @pl.when(block > 0)
-                    def _():
-                        plgpu.barrier_arrive(used.at[stage_of(step - 1, _STAGES)])
+    `column` is the first of gate's; `steps` count blocks, and pages of B.
+    """
+    windows = pl.cdiv(rows, WINDOW_ROWS * _CLUSTER_SIZE)
+    num_columns = width // BLOCK_N
+    at_once = min(windows, _PART_ROWS // (WINDOW_ROWS * _CLUSTER_SIZE))
+    program, num_programs = lax.axis_index(PROGRAM), lax.axis_size(PROGRAM)
 
-                    return step + 1
+    def turn(i, steps):
+        part, nth = _divided(program + i * num_programs, at_once * num_columns)
+        column, window = _divided(nth, jnp.minimum(at_once, windows - part * at_once))
+        window = (part * at_once + window) * _CLUSTER_SIZE + lax.axis_index(CLUSTER)
+        return work(window, column * BLOCK_N, steps)
 
-                after = lax.fori_loop(0, num_blocks, multiply_block, step)
-                plgpu.wgmma_wait(0)
-                plgpu.barrier_arrive(used.at[stage_of(after - 1, _STAGES)])
-                return after, *(acc[...] for acc in sums)
+    num_turns = pl.cdiv(windows * num_columns - program, num_programs)
+    return lax.fori_loop(0, num_turns, turn, (jnp.int32(0), jnp.int32(0)))
 
-            acc = plgpu.WGMMAAccumulatorRef((GROUP_ROWS, BLOCK_N), jnp.float32)
-            step, *parts = pl.run_scoped(multiply, acc, acc)
-            halves = [
-                part[:, first : first + HALF_N].astype(h_ref.dtype).astype(jnp.float32)
-                for part in parts
-                for first in (0, HALF_N)
-            ]
-            if adapters is not None:
-                page_step, halves = adapters.add(window, rows, begun, page_step, halves)
-            for half in range(2):
-                gate, up = halves[half], halves[2 + half]
-                h = silu_product(gate, up).astype(h_ref.dtype)
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                h_shared.at[group][...] = h
-                plgpu.commit_smem()
-                columns = pl.ds(column + half * HALF_N, HALF_N)
-                plgpu.copy_smem_to_gmem(h_shared.at[group], h_ref.at[rows, columns])
-            return step, page_step
 
-        for_turns(work, (jnp.int32(0), jnp.int32(0)))
-        plgpu.wait_smem_to_gmem(0)
+def _load_turns(x_ref, w_ref, adapters: WindowAdapters | None, shared: _Shared) -> None:
+    """Ask for all that the program's groups multiply."""
+    (num_rows, d_in), width = x_ref.shape, w_ref.shape[0] // 2
+
+    def ask(window, column, steps):
+        step, page_step = steps
+        rows = pl.ds(window * WINDOW_ROWS, WINDOW_ROWS)
+        found = None if adapters is None else adapters.look(window, 0)
+
+        def ask_block(block, step):
+            stage = stage_of(step, _STAGES)
+            free, full = shared.used.at[stage], shared.loaded.at[stage]
+            pl.when(step >= _STAGES)(lambda: plgpu.barrier_wait(free))
+            k = pl.ds(block * _BLOCK_K, _BLOCK_K)
+            plgpu.copy_gmem_to_smem(x_ref.at[rows, k], shared.x.at[stage], full)
+            for part in range(2):
+                plgpu.copy_gmem_to_smem(
+                    w_ref.at[pl.ds(part * width + column, BLOCK_N), k],
+                    shared.w.at[stage, part],
+                    full,
+                    collective_axes=CLUSTER,
+                )
+            return step + 1
+
+        step = lax.fori_loop(0, d_in // _BLOCK_K, ask_block, step)
+        if adapters is not None:
+            page_step = adapters.ask(window, found, column, width, page_step)
+        return step, page_step
+
+    step, _ = _for_turns(num_rows, width, ask)
+    # Nobody may leave while the other one still tells it what is used.
+    left = jnp.minimum(step, _STAGES)
+
+    @pl.loop(0, left)
+    def _(i):
+        plgpu.barrier_wait(shared.used.at[stage_of(step - left + i, _STAGES)])
+
+
+def _multiply_turns(
+    h_ref, num_blocks: int, adapters: WindowAdapters | None, shared: _Shared
+) -> None:
+    """Write all of a group's rows of the program's turns."""
+    (num_rows, width), group = h_ref.shape, lax.axis_index(GROUP)
+    h_shared = shared.h.at[group]
+
+    def work(window, column, steps):
+        step, page_step = steps
+        rows = pl.ds(window * WINDOW_ROWS + group * GROUP_ROWS, GROUP_ROWS)
+        begun = None if adapters is None else adapters.begin(window, rows)
+        step, *parts = _product(group, num_blocks, step, shared)
+        halves = [
+            part[:, first : first + HALF_N].astype(h_ref.dtype).astype(jnp.float32)
+            for part in parts
+            for first in (0, HALF_N)
+        ]
+        if adapters is not None:
+            page_step, halves = adapters.add(window, rows, begun, page_step, halves)
+        for half in range(2):
+            gate, up = halves[half], halves[2 + half]
+            h = silu_product(gate, up).astype(h_ref.dtype)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            h_shared[...] = h
+            plgpu.commit_smem()
+            columns = pl.ds(column + half * HALF_N, HALF_N)
+            plgpu.copy_smem_to_gmem(h_shared, h_ref.at[rows, columns])
+        return step, page_step
+
+    _for_turns(num_rows, width, work)
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _product(group, num_blocks: int, step, shared: _Shared) -> Any:
+    """Return the step after, and `f32[64, columns]` of gate and of up."""
+    own_rows = pl.ds(group * GROUP_ROWS, GROUP_ROWS)
+
+    def multiply(*sums):
+        def multiply_block(block, step):
+            stage = stage_of(step, _STAGES)
+            plgpu.barrier_wait(shared.loaded.at[stage])
+            for part, acc in enumerate(sums):
+                w = shared.w.at[stage, part].transpose((1, 0))
+                plgpu.wgmma(acc, shared.x.at[stage, own_rows], w)
+            plgpu.wgmma_wait(len(sums))  # for the block before this one
+
+            @pl.when(block > 0)
+            def _():
+                plgpu.barrier_arrive(shared.used.at[stage_of(step - 1, _STAGES)])
+
+            return step + 1
+
+        after = lax.fori_loop(0, num_blocks, multiply_block, step)
+        plgpu.wgmma_wait(0)
+        plgpu.barrier_arrive(shared.used.at[stage_of(after - 1, _STAGES)])
+        return after, *(acc[...] for acc in sums)
+
+    acc = plgpu.WGMMAAccumulatorRef((GROUP_ROWS, BLOCK_N), jnp.float32)
+    return pl.run_scoped(multiply, acc, acc)
 
 
 def _divided(number: Array, size: Any) -> tuple[Array, Array]:

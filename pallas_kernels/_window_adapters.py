@@ -12,7 +12,6 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from punica_jax.pallas_kernels._page_tiles import AdapterPages
 from punica_jax.pallas_kernels._pool import RANK_PAGE, LoraPool
 from punica_jax.pallas_kernels._segments import Segments
 from punica_jax.pallas_kernels._sgmv_config import add_splits
@@ -72,48 +71,53 @@ class WindowAdapters:
     """What adapters add to gate and up of a window of rows. Lives in a kernel."""
 
     def __init__(self, refs, b_shared, loaded, used):
-        self._v_ref, self._b_ref, *refs = refs
-        self._tables = tuple(refs[:3])
-        self._row_slots_ref, self._slots_ref, self._count_ref = refs[3:]
+        self._v_ref, self._b_ref, self._page_table_ref, *refs = refs
+        self._num_pages_ref, layer_ref, self._row_slots_ref, *refs = refs
+        self._slots_ref, self._count_ref = refs
         self._b_shared, self._loaded, self._used = b_shared, loaded, used
+        num_slots = self._page_table_ref.shape[0]
+        num_layers = self._num_pages_ref.shape[0] // num_slots
+        self._first_row, self._first_page = 0, 0
+        if num_layers > 1:
+            layer = layer_ref[0]
+            self._first_row = layer * num_slots
+            self._first_page = layer * (self._b_ref.shape[0] // num_layers)
 
     def look(self, window, nth) -> list[Array]:
-        """Look up one of a window's slots: it, and its pages of gate and of up."""
+        """Look up one of a window's slots: it, its first page, counts of gate and up.
+
+        Places that no slot has say 0, so there is always something to look up.
+        """
         slot = self._slots_ref[window, jnp.minimum(nth, self._slots_ref.shape[1] - 1)]
-        parts = [AdapterPages.of(self._tables, self._b_ref, slot, p) for p in range(2)]
-        return [slot, *(pages.count for pages in parts)]
+        page = self._first_page + self._page_table_ref[slot, 0]
+        row = self._first_row + slot
+        return [slot, page, *(self._num_pages_ref[row, part] for part in range(2))]
 
     def _fold(self, window, found, work, init):
-        """Fold `work(slot, part, count, carry)` over gate and up of a window's slots.
+        """Fold `work(slot, page, part, count, carry)` over gate and up of a window.
 
         `found` is the first one, looked up; so is each next one, a turn ahead.
         """
 
         def of_slot(nth, carry):
-            (slot, *counts), carry = carry
+            (slot, page, *counts), carry = carry
             found = self.look(window, nth + 1)
             for part, count in enumerate(counts):
-                carry = work(slot, part, count, carry)
+                carry = work(slot, page, part, count, carry)
             return found, carry
 
         return lax.fori_loop(0, self._count_ref[window], of_slot, (found, init))[1]
 
     def ask(self, window, found, column, width: int, step):
         """Ask for the pages of B of a window's adapters."""
-        page_table_ref, num_pages_ref, layer_ref = self._tables
-        num_layers = num_pages_ref.shape[0] // page_table_ref.shape[0]
-        first = 0
-        if num_layers > 1:
-            first = layer_ref[0] * (self._b_ref.shape[0] // num_layers)
 
-        def ask_part(slot, part, count, step):
+        def ask_part(slot, page, part, count, step):
             columns = pl.ds(part * width + column, BLOCK_N)
 
-            def ask_page(number, step):
+            def ask_page(page, step):
                 stage = stage_of(step, PAGE_STAGES)
                 free = self._used.at[stage]
                 pl.when(step >= PAGE_STAGES)(lambda: plgpu.barrier_wait(free))
-                page = first + page_table_ref[slot, number]
                 plgpu.copy_gmem_to_smem(
                     self._b_ref.at[page, :, columns],
                     self._b_shared.at[stage],
@@ -121,7 +125,10 @@ class WindowAdapters:
                 )
                 return step + 1
 
-            return lax.fori_loop(0, count, ask_page, step)
+            def page_at(number):
+                return self._first_page + self._page_table_ref[slot, number]
+
+            return _for_pages(count, page, page_at, ask_page, step)
 
         return self._fold(window, found, ask_part, step)
 
@@ -142,7 +149,7 @@ class WindowAdapters:
         """Return the sums with the product added: both halves of gate, and of up."""
         found, row_slots, firsts = begun
 
-        def add_part(slot, part, count, carry):
+        def add_part(slot, _, part, count, carry):
             shape = GROUP_ROWS, HALF_N
             is_own = lax.broadcast_in_dim(row_slots == slot, shape, [0])
 
@@ -160,20 +167,23 @@ class WindowAdapters:
                 plgpu.barrier_arrive(self._used.at[stage])
                 return step + 1, halves
 
-            carry = lax.fori_loop(
-                0,
-                jnp.minimum(count, 1),
-                lambda _, carry: add_page(firsts[part], carry),
-                carry,
-            )
-            return lax.fori_loop(
-                1,
-                count,
-                lambda page, carry: add_page(self._load_v(rows, part, page), carry),
-                carry,
-            )
+            load_v = functools.partial(self._load_v, rows, part)
+            return _for_pages(count, firsts[part], load_v, add_page, carry)
 
         return self._fold(window, found, add_part, (step, halves))
+
+
+def _for_pages(count, first, look_up, work, carry):
+    """Fold `work(page, carry)` over pages, or v's columns of them.
+
+    The first is known before its turn, for each look-up takes 0.1 us or more.
+    """
+    carry = lax.fori_loop(
+        0, jnp.minimum(count, 1), lambda _, carry: work(first, carry), carry
+    )
+    return lax.fori_loop(
+        1, count, lambda number, carry: work(look_up(number), carry), carry
+    )
 
 
 def _product(v: Array, b_shared, acc: Array) -> Any:

@@ -1,6 +1,7 @@
 """What every test runs under, and the compiled things that tests share."""
 
 import itertools
+import os
 import pathlib
 
 import jax
@@ -13,7 +14,15 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 
 def pytest_configure(config):
-    """Compile a program once for all workers, and for all runs (`--cache-clear`)."""
+    """Compile a program once for all workers, and for all runs (`--cache-clear`).
+
+    Unless tests for GPUs are chosen, programs are not optimised: most of a test's time
+    is compiling what runs once or twice, and the whole run takes three quarters of the
+    time so. `XLA_FLAGS= pytest` tests what users run, as `.ci/run` does on Python 3.12,
+    and where bits and tokens must be equal on 3.11.
+    """
+    if "not gpu" in config.option.markexpr:
+        os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
     if config.pluginmanager.hasplugin("cacheprovider"):
         folder = str(config.cache.mkdir("programs"))
         jax.config.update("jax_compilation_cache_dir", folder)

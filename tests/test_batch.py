@@ -20,6 +20,7 @@ def ints(values) -> "array.array[int]":
     return array.array("i", values)
 
 
+@pytest.mark.slow
 def test_default_programs_are_few(checkpoint, monkeypatch):
     llm = pj.LLM(checkpoint / "model", progress=False)
     runner = llm._loop._runner

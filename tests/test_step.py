@@ -179,7 +179,9 @@ def test_chunks_of_a_prompt_equal_the_whole(baseline, run, checkpoint):
     np.testing.assert_allclose(logits[0], expected[0][2], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("has_adapters", [True, False])
+@pytest.mark.parametrize(
+    "has_adapters", [True, pytest.param(False, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize(
     ("lengths", "bucket"),
     [

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from punica_jax.pallas_kernels._page_tiles import load, mask_of
+from punica_jax.pallas_kernels._page_tiles import layer_starts, load, mask_of
 from punica_jax.pallas_kernels._pool import RANK_PAGE
 from punica_jax.pallas_kernels._sgmv_config import add_splits
 
@@ -79,14 +79,11 @@ class AdapterRows:
           columns: `i32[1, lanes, n]`, of B.
           inside: `bool[1, lanes, n]`, which columns are there; None if all are.
         """
-        b_ref, page_table_ref, num_pages_ref, layer_ref = self._refs[1:5]
-        num_entries, max_count = page_table_ref.shape
-        num_layers = num_pages_ref.shape[0] // num_entries
-        first, known = 0, self._entry
-        if num_layers > 1:
-            layer = layer_ref[0]
-            first = layer * (b_ref.shape[0] // num_layers)
-            known = layer * num_entries + known
+        b_ref, *tables = self._refs[1:5]
+        page_table_ref, num_pages_ref, _ = tables
+        max_count = page_table_ref.shape[1]
+        first_row, first = layer_starts(tables, b_ref)
+        known = first_row + self._entry
         counts = [load(num_pages_ref.at[known, c], self.live) for c in modules]
 
         def page_of(index, there):

@@ -58,6 +58,22 @@ class PageLanes:
         return jnp.where(self.used, columns, num_columns + self.rank)
 
 
+def layer_starts(tables: Any, weights_ref: Any) -> tuple[Array | int, Array | int]:
+    """Return where a layer's counts begin among those of all layers, and its pages.
+
+    Args:
+      tables: refs of the page table, the counts and the layer.
+      weights_ref: `[layers * pages, ...]`.
+    """
+    page_table_ref, num_pages_ref, layer_ref = tables
+    num_slots = page_table_ref.shape[0]
+    num_layers = num_pages_ref.shape[0] // num_slots
+    if num_layers == 1:
+        return 0, 0
+    layer = layer_ref[0]
+    return layer * num_slots, layer * (weights_ref.shape[0] // num_layers)
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterPages:
     """The pages that one module of the adapter in `slot` has.
@@ -92,19 +108,13 @@ class AdapterPages:
           module: which of the group's.
           most: pages at once, at most.
         """
-        page_table_ref, num_pages_ref, layer_ref = tables
-        num_slots = page_table_ref.shape[0]
-        num_layers = num_pages_ref.shape[0] // num_slots
+        page_table_ref, num_pages_ref, _ = tables
         known = jnp.maximum(slot, 0)
-        row, first = known, 0
-        if num_layers > 1:
-            layer = layer_ref[0]
-            row = layer * num_slots + known
-            first = layer * (weights_ref.shape[0] // num_layers)
+        first_row, first = layer_starts(tables, weights_ref)
         return cls(
             page_table_ref=page_table_ref,
             slot=known,
-            count=jnp.where(slot >= 0, num_pages_ref[row, module], 0),
+            count=jnp.where(slot >= 0, num_pages_ref[first_row + known, module], 0),
             first=first,
             page=first + page_table_ref[known, 0],
             most=min(most, most_pages_at_once(weights_ref.dtype)),

@@ -12,6 +12,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from punica_jax.pallas_kernels._page_tiles import layer_starts
 from punica_jax.pallas_kernels._pool import RANK_PAGE, LoraPool
 from punica_jax.pallas_kernels._segments import Segments
 from punica_jax.pallas_kernels._sgmv_config import add_splits
@@ -71,17 +72,12 @@ class WindowAdapters:
     """What adapters add to gate and up of a window of rows. Lives in a kernel."""
 
     def __init__(self, refs, b_shared, loaded, used):
-        self._v_ref, self._b_ref, self._page_table_ref, *refs = refs
-        self._num_pages_ref, layer_ref, self._row_slots_ref, *refs = refs
-        self._slots_ref, self._count_ref = refs
+        self._v_ref, self._b_ref, *refs = refs
+        tables, refs = refs[:3], refs[3:]
+        self._row_slots_ref, self._slots_ref, self._count_ref = refs
+        self._page_table_ref, self._num_pages_ref, _ = tables
+        self._first_row, self._first_page = layer_starts(tables, self._b_ref)
         self._b_shared, self._loaded, self._used = b_shared, loaded, used
-        num_slots = self._page_table_ref.shape[0]
-        num_layers = self._num_pages_ref.shape[0] // num_slots
-        self._first_row, self._first_page = 0, 0
-        if num_layers > 1:
-            layer = layer_ref[0]
-            self._first_row = layer * num_slots
-            self._first_page = layer * (self._b_ref.shape[0] // num_layers)
 
     def look(self, window, nth) -> list[Array]:
         """Look up one of a window's slots: it, its first page, counts of gate and up.
@@ -89,9 +85,12 @@ class WindowAdapters:
         Places that no slot has say 0, so there is always something to look up.
         """
         slot = self._slots_ref[window, jnp.minimum(nth, self._slots_ref.shape[1] - 1)]
-        page = self._first_page + self._page_table_ref[slot, 0]
         row = self._first_row + slot
-        return [slot, page, *(self._num_pages_ref[row, part] for part in range(2))]
+        counts = (self._num_pages_ref[row, part] for part in range(2))
+        return [slot, self._page(slot, 0), *counts]
+
+    def _page(self, slot, number) -> Array:
+        return self._first_page + self._page_table_ref[slot, number]
 
     def _fold(self, window, found, work, init):
         """Fold `work(slot, page, part, count, carry)` over gate and up of a window.
@@ -125,10 +124,8 @@ class WindowAdapters:
                 )
                 return step + 1
 
-            def page_at(number):
-                return self._first_page + self._page_table_ref[slot, number]
-
-            return _for_pages(count, page, page_at, ask_page, step)
+            look_up = functools.partial(self._page, slot)
+            return _for_pages(count, page, look_up, ask_page, step)
 
         return self._fold(window, found, ask_part, step)
 

@@ -111,7 +111,17 @@ def row_scales(
         None if live is None else live[None, :],
     )
     squares = load(squares_ref.at[part[:, None], row[None, :]], mask)
-    return lambda: lax.rsqrt(squares.sum(axis=0) / width + eps)[:, None]
+
+    def scales() -> Array:
+        total = squares
+        # Pair by pair: a sum of more has an order of the compiler's choosing, which was
+        # another one for 32 rows than for 16.
+        while total.shape[0] > 1:
+            total = total.reshape(2, total.shape[0] // 2, row.size).sum(axis=0)
+        mean = total.reshape(row.size) / width
+        return lax.rsqrt(mean + eps)[:, None]
+
+    return scales
 
 
 # Jitted so that all of a model's layers share one trace of it.

@@ -11,6 +11,7 @@ import pytest
 from punica_jax.pallas_kernels import (
     Norm,
     NormedRows,
+    _project,
     divided,
     lora_gated,
     lora_linear,
@@ -171,6 +172,50 @@ def test_a_row_is_bitwise_the_same_alone(implementation):
     for row in (0, 7, 20):
         for alone, among in zip(of(slice(row, row + 1)), together, strict=True):
             np.testing.assert_array_equal(alone[0], among[row])
+
+
+def pair_by_pair(parts):
+    while len(parts) > 1:
+        half = len(parts) // 2
+        parts = parts[:half] + parts[half:]
+    return parts[0]
+
+
+@pytest.mark.parametrize("implementation", ["pallas_interpret", GPU])
+def test_squares_are_added_in_one_order(implementation):
+    rows, d_in, num_parts = MAX_PROJECT_ROWS, 256, 33
+    rng = np.random.default_rng(0)
+    squares = np.float32(rng.uniform(0.5, 1, (num_parts, rows)))
+    # Beside one so large all that is added to it alone is lost.
+    squares[rng.integers(0, num_parts, rows), np.arange(rows)] = 2**24
+    case = make_case(rows=rows, ranks=[[16]], d_in=d_in, d_outs=(16,), dtype="bfloat16")
+    # Each row's v is what the row is multiplied by: the products are of one and zeros.
+    a = jnp.zeros_like(case.pool.a).at[..., 0].set(1)
+    pool = dataclasses.replace(case.pool, a=a)
+    x = jnp.zeros((rows, d_in), jnp.bfloat16).at[:, 0].set(1)
+    weight = jnp.zeros((16, d_in), jnp.bfloat16)
+    interpret = implementation != "pallas_triton"
+    project = jax.jit(functools.partial(_project.project, interpret=interpret))
+
+    def scales(count):
+        own = jnp.asarray(squares[:, :count])
+        normed = NormedRows(x=x[:count], squares=own, eps=EPS)
+        segments = segment_metadata(
+            jnp.zeros(count, jnp.int32), num_slots=1, implementation=implementation
+        )
+        _, v = project(normed, weight, (pool, segments))
+        return np.asarray(v[0, :, 0])
+
+    together = scales(rows)
+    # To the bit in other tiles of rows, too.
+    for count in (1, 7, 20, 32):
+        np.testing.assert_array_equal(scales(count), together[:count])
+    total = pair_by_pair(np.pad(squares, ((0, 64 - num_parts), (0, 0))))
+    expected = 1 / np.sqrt(np.float64(total) / d_in + EPS)
+    # XLA makes one sum of them all where the kernel is interpreted.
+    np.testing.assert_allclose(together, expected, rtol=1e-6 if interpret else 2.5e-7)
+    one_by_one = 1 / np.sqrt(np.float64(functools.reduce(np.add, squares)) / d_in + EPS)
+    assert abs(one_by_one / expected - 1).max() > 6e-7  # which this would see
 
 
 @pytest.mark.parametrize("implementation", [GRID, GPU])

@@ -263,7 +263,7 @@ def _kernel(
             own.append(load(options["residual"].at[at], mask))
     acc = product(x_ref, w_ref, (row, rows.live), both, columns.inside, config)
     if scale is not None:
-        acc *= scale()
+        acc *= scale
     acc = acc.reshape(row.size, part_n, 2)
     second = jnp.arange(2, dtype=jnp.int32)[None, None, :]
     sums = [jnp.where(second == part, acc, 0.0).sum(axis=2) for part in range(2)]

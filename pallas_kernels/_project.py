@@ -41,9 +41,8 @@ from punica_jax.pallas_kernels._sgmv_config import (
 )
 from punica_jax.pallas_kernels._shrink_tile import shrink_modules
 
-# Begins to load what rows `i32[n]`, of which some are live, are multiplied by, and
-# returns what waits for it: `f32[n, 1]`, or 1.
-_Scales = Callable[[Array, Array | None], Callable[[], Array | float]]
+# Gives what rows `i32[n]`, of which some are live, are multiplied by: `f32[n, 1]` or 1.
+_Scales = Callable[[Array, Array | None], Array | float]
 
 
 def are_few(x: Array | NormedRows, weight: Array) -> bool:
@@ -168,7 +167,7 @@ def _project_kernel(
 
     def scales(row, live):
         if "squares" not in options:
-            return lambda: 1.0
+            return 1.0
         return row_scales(options["squares"], row, live, x_ref.shape[1], eps)
 
     if shrinks is None:
@@ -216,7 +215,7 @@ def _product(
         if name in options
     }
     acc = product(x_ref, w_ref, (row, live), column, inside, config)
-    acc *= scale()
+    acc *= scale
     if "bias" in loaded:
         acc += loaded["bias"].astype(jnp.float32)[None, :]
     if "residual" in loaded:
@@ -287,7 +286,7 @@ def _shrink_group(
         def store(module, lanes, total):
             column = lanes.columns(module * max_rank, v_ref.shape[2])[None, :]
             mask = mask_of(total.shape, live[:, None], lanes.used_columns)
-            total *= scale()
+            total *= scale
             plgpu.store(v_ref.at[group, entry[:, None], column], total, mask=mask)
 
         shrink_modules(

@@ -212,8 +212,7 @@ def test_squares_are_added_in_one_order(implementation):
         np.testing.assert_array_equal(scales(count), together[:count])
     total = pair_by_pair(np.pad(squares, ((0, 64 - num_parts), (0, 0))))
     expected = 1 / np.sqrt(np.float64(total) / d_in + EPS)
-    # XLA makes one sum of them all where the kernel is interpreted.
-    np.testing.assert_allclose(together, expected, rtol=1e-6 if interpret else 2.5e-7)
+    np.testing.assert_allclose(together, expected, rtol=2.5e-7)
     one_by_one = 1 / np.sqrt(np.float64(functools.reduce(np.add, squares)) / d_in + EPS)
     assert abs(one_by_one / expected - 1).max() > 6e-7  # which this would see
 

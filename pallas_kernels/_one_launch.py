@@ -16,6 +16,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from punica_jax.pallas_kernels import _project_warpgroups
 from punica_jax.pallas_kernels._dispatch import shared_bytes
 from punica_jax.pallas_kernels._launch import pallas_call
 from punica_jax.pallas_kernels._norm import NormedRows, row_scales
@@ -33,9 +34,12 @@ def gated(
     interpret: bool = False,
 ) -> Array:
     """Launch a layer of gate and up, and SiLU(gate) * up; see `lora_gated`."""
+    options = {"bias": bias, "residual": residual}
+    options = {name: array for name, array in options.items() if array is not None}
+    if not interpret and _project_warpgroups.fits(x, weight, None, options, gated=True):
+        return _project_warpgroups.gated(x, weight, options)
     form = _Gated(width=weight.shape[0] // 2)
     shape = jax.ShapeDtypeStruct((x.shape[0], form.width), x.dtype)
-    options = {"bias": bias, "residual": residual}
     [h] = _launch(form, x, weight, options, (), [shape], interpret)
     return h
 
@@ -64,6 +68,7 @@ def rotary(
         jax.ShapeDtypeStruct(kv_pages.shape, kv_pages.dtype),
     ]
     options = {"bias": bias, "residual": residual}
+    options = {name: array for name, array in options.items() if array is not None}
     operands = (kv_pages, *tables, page, offset)
     q, kv_pages = _launch(form, x, weight, options, operands, shapes, interpret)
     return q, kv_pages
@@ -189,7 +194,7 @@ def _launch(
     form: _Gated | _Rotary,
     x: Array | NormedRows,
     weight: Array,
-    options: dict[str, Array | None],
+    options: dict[str, Array],
     operands: tuple[Array, ...],
     shapes: list[jax.ShapeDtypeStruct],
     interpret: bool,
@@ -199,7 +204,6 @@ def _launch(
     if isinstance(x, NormedRows):
         options = options | {"squares": x.squares}
         eps, x = x.eps, x.x
-    options = {name: array for name, array in options.items() if array is not None}
     (num_rows, d_in), d_out = x.shape, weight.shape[0]
     config = project_config(
         *(d_in, d_out, x.dtype, shared_bytes()),

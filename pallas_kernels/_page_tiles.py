@@ -63,7 +63,7 @@ def layer_starts(tables: Any, weights_ref: Any) -> tuple[Array | int, Array | in
 
     Args:
       tables: refs of the page table, the counts and the layer.
-      weights_ref: `[layers * pages, ...]`.
+      weights_ref: `[layers * pages, ...]`, or a page's ranks one by one.
     """
     page_table_ref, num_pages_ref, layer_ref = tables
     num_slots = page_table_ref.shape[0]
@@ -103,7 +103,7 @@ class AdapterPages:
 
         Args:
           tables: refs of the page table, the counts and the layer.
-          weights_ref: `[layers * pages, ...]`.
+          weights_ref: `[layers * pages, ...]`, or a page's ranks one by one.
           slot: `i32[]`.
           module: which of the group's.
           most: pages at once, at most.

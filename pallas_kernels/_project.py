@@ -17,6 +17,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from punica_jax.pallas_kernels import _project_warpgroups
 from punica_jax.pallas_kernels._dispatch import shared_bytes
 from punica_jax.pallas_kernels._launch import pallas_call
 from punica_jax.pallas_kernels._norm import NormedRows, row_scales
@@ -78,11 +79,18 @@ def project(
       sums of the groups, at most 4, that it would add last, bitwise. Without `lora`
       None.
     """
+    assert lora is None or lora[1].num_passes == 1, lora
     options = {"bias": bias, "residual": residual}
+    options = {name: array for name, array in options.items() if array is not None}
+    if (
+        config is None
+        and not interpret
+        and _project_warpgroups.fits(x, weight, lora, options)
+    ):
+        return _project_warpgroups.project(x, weight, lora, options)
     eps = 0.0
     if isinstance(x, NormedRows):
         options["squares"], eps, x = x.squares, x.eps, x.x
-    options = {name: array for name, array in options.items() if array is not None}
     (rows, d_in), d_out = x.shape, weight.shape[0]
     config = config or project_config(
         *(d_in, d_out, x.dtype, shared_bytes()),
@@ -96,7 +104,6 @@ def project(
         pool, segments = lora
         shrinks = _Shrinks.of(pool, segments)
         operands = (pool.a, *launch_tables(pool, segments))
-        assert segments.num_passes == 1, segments.num_passes
         shape = (shrinks.config.num_groups, rows, pool.num_modules * pool.max_rank)
         shapes.append(jax.ShapeDtypeStruct(shape, jnp.float32))
     num_programs = 0 if shrinks is None else shrinks.num_programs

@@ -4,10 +4,12 @@ Runs inside kernels, but for what lays out their memory. Knows nothing of what i
 computed.
 """
 
+import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from punica_jax.pallas_kernels._launch import CLUSTER
@@ -45,6 +47,48 @@ def barriers(count: int, arrivals: int = 1, *, cluster: bool = False) -> Any:
 def stage_of(step: Array, stages: int = STAGES) -> Array:
     """Return where what is loaded in a step lies."""
     return lax.rem(step, jnp.int32(stages))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RowRing:
+    """Blocks of up to 64 rows, of which a product takes 64 in any case.
+
+    What lies past them is of other blocks, or of none: it gives results that nobody
+    reads, while a block of its own for each would take twice the memory.
+
+    Attributes:
+      rows: of a block, a multiple of 8.
+      block_k: its columns.
+    """
+
+    rows: int
+    block_k: int
+
+    def memory(self, stages: int, dtype: Any) -> Any:
+        return tiled_memory(self._size(stages), self.block_k, dtype=dtype)
+
+    def num_bytes(self, stages: int, itemsize: int) -> int:
+        return self._size(stages) * self.block_k * itemsize
+
+    def loaded(self, ref: Any, stage: Array) -> Any:
+        """Return where a block is loaded to."""
+        return ref.at[pl.ds(stage * self.rows, self.rows)]
+
+    def multiplied(self, ref: Any, stage: Array) -> Any:
+        """Return what a product takes of it."""
+        return ref.at[pl.ds(stage * self.rows, GROUP_ROWS)]
+
+    def _size(self, stages: int) -> int:
+        return (stages - 1) * self.rows + GROUP_ROWS
+
+
+def store(ref, value: Array) -> None:
+    """Store a product as rows that lie as in memory."""
+    # Eight rows at a time meet in a bank, which JAX 0.12 wants to be told is known.
+    if hasattr(_LIBRARY, "store"):
+        _LIBRARY.store(ref, value, optimized=False)
+    else:
+        ref[...] = value
 
 
 def load(ref, *, optimized: bool = True) -> Array:

@@ -1,0 +1,170 @@
+"""How a few rows' shrink is cut into pieces for warp groups.
+
+Knows shapes, and what memory a piece takes; nothing of how it is multiplied.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from punica_jax.pallas_kernels._pool import RANK_PAGE, LoraPool
+from punica_jax.pallas_kernels._segments import Segments
+from punica_jax.pallas_kernels._sgmv_config import ShrinkConfig, shrink_config
+from punica_jax.pallas_kernels._warpgroups import (
+    GROUP_ROWS,
+    RowRing,
+    barriers,
+    tiled_memory,
+)
+
+# Of all modules, that a piece multiplies by: so many sums a thread has registers for.
+# With 64 an adapter of four pages of q, k and v takes four pieces, not two, and 32 such
+# rows 37.8 us, not 31.2 (one H200).
+_MAX_RANKS = 96
+_BLOCK_K = 128
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PieceForm:
+    """How pieces of so many pages, at most, are multiplied; static.
+
+    Attributes:
+      pages: of one adapter.
+      num_modules: C, which share a page.
+      rows: the blocks of the rows.
+      stages: blocks that a program holds.
+    """
+
+    pages: int
+    num_modules: int
+    rows: RowRing
+    stages: int
+
+    @property
+    def page_ranks(self) -> int:
+        """Ranks of a page, of all modules."""
+        return self.num_modules * RANK_PAGE
+
+    @property
+    def ranks(self) -> int:
+        return self.pages * self.page_ranks
+
+    def memory(self, dtype: Any) -> "FormMemory":
+        a = tiled_memory(self.stages, self.ranks, self.rows.block_k, dtype=dtype)
+        blocks = self.rows.memory(self.stages, dtype), a
+        return FormMemory(
+            *(blocks, plgpu.SMEM((GROUP_ROWS, self.ranks), jnp.float32)),
+            loaded=barriers(self.stages, 1 + self.pages),
+        )
+
+    def num_bytes(self, itemsize: int) -> int:
+        """Return how much that is, of blocks, or of v, which takes their place."""
+        a_bytes = self.stages * self.ranks * self.rows.block_k * itemsize
+        blocks = self.rows.num_bytes(self.stages, itemsize) + a_bytes
+        return max(blocks, GROUP_ROWS * self.ranks * 4)
+
+
+class FormMemory(NamedTuple):
+    blocks: Any  # a ring of rows, and [stages, ranks, k]
+    v: Any  # f32[64, ranks]
+    loaded: Any  # [stages]
+
+
+class PieceMemory(NamedTuple):
+    """What a program's pieces take of its memory."""
+
+    # Of each form its blocks and its v, one at a time.
+    shared: Any
+    loaded: Any  # by form, [stages]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ShrinkCut:
+    """How a launch's shrink is cut into pieces; static.
+
+    A group of splits of some pages of one adapter each. Those of a single page have
+    blocks of their own: as many and as wide as if no adapter had more. Else they would
+    take from the product's blocks, 1 to 2 us of each launch (32 rows, one H200).
+
+    A page is one copy, of all its modules: each copy costs a block 0.1 us, more than
+    the ranks do of modules that an adapter has nothing for.
+
+    Attributes:
+      num_tiles: of the segments.
+      block_rows: of a tile.
+      max_pages: of an adapter.
+      config: of the splits.
+      forms: of a single page; of more, where an adapter may have them.
+    """
+
+    num_tiles: int
+    block_rows: int
+    max_pages: int
+    config: ShrinkConfig
+    forms: tuple[PieceForm, ...]
+
+    @classmethod
+    def of(cls, pool: LoraPool, segments: Segments, stages: int) -> "ShrinkCut":
+        """Cut so that a program holds `stages` blocks of a piece of a single page."""
+        max_pages, rows = pool.page_table.shape[1], segments.num_rows
+        fitting = max(1, _MAX_RANKS // (pool.num_modules * RANK_PAGE))
+        pages = pl.cdiv(max_pages, pl.cdiv(max_pages, fitting))
+        make = functools.partial(PieceForm, num_modules=pool.num_modules)
+        forms = [
+            make(pages=1, rows=RowRing(rows=rows, block_k=_BLOCK_K), stages=stages)
+        ]
+        if pages > 1:
+            # As many bytes on their way; four pages are too many copies of half blocks.
+            stages, block_k = (2, _BLOCK_K) if pages > 2 else (3, _BLOCK_K // 2)
+            ring = RowRing(rows=rows, block_k=block_k)
+            forms.append(make(pages=pages, rows=ring, stages=stages))
+        return cls(
+            num_tiles=segments.num_tiles,
+            block_rows=segments.block_rows,
+            max_pages=max_pages,
+            config=shrink_config(pool.d_in, pool.dtype),
+            forms=tuple(forms),
+        )
+
+    @property
+    def fits(self) -> bool:
+        """Whether a product takes a page, and splits are of whole blocks."""
+        return self.page_ranks <= _MAX_RANKS and self.config.block_d % _BLOCK_K == 0
+
+    @property
+    def num_modules(self) -> int:
+        return self.forms[0].num_modules
+
+    @property
+    def page_ranks(self) -> int:
+        return self.forms[0].page_ranks
+
+    @property
+    def pages(self) -> int:
+        """Pages of a piece, at most."""
+        return self.forms[-1].pages
+
+    @property
+    def total(self) -> int:
+        return self.num_tiles * self.num_chunks * self.config.num_groups
+
+    @property
+    def num_chunks(self) -> int:
+        """Pieces of an adapter's pages, of each group of splits."""
+        return pl.cdiv(self.max_pages, self.pages)
+
+    def memory(self, dtype: Any) -> PieceMemory:
+        """Return what a program's pieces take."""
+        own = [form.memory(dtype) for form in self.forms]
+        lifetimes = [lifetime for form in own for lifetime in (form.blocks, form.v)]
+        return PieceMemory(
+            shared=plgpu.RefUnion(*lifetimes), loaded=[form.loaded for form in own]
+        )
+
+    def num_bytes(self, itemsize: int) -> int:
+        """Return how much that is."""
+        return max(form.num_bytes(itemsize) for form in self.forms)

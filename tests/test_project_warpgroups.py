@@ -1,0 +1,409 @@
+"""Few rows' products by warp groups: what is cut how, and on a GPU their bits."""
+
+import collections
+import dataclasses
+import functools
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.sharding import AbstractDevice, AbstractMesh
+
+from punica_jax.pallas_kernels import (
+    LoraPool,
+    NormedRows,
+    _one_launch,
+    _project,
+    _project_warpgroups,
+    _shrink_pieces,
+    lora_gated,
+    lora_linear,
+    segment_metadata,
+)
+from punica_jax.pallas_kernels._dispatch import has_warpgroups
+from punica_jax.pallas_kernels._pool import RANK_PAGE
+from punica_jax.pallas_kernels._project_cut import ProjectCut
+from punica_jax.pallas_kernels._shrink_cut import ShrinkCut
+from tests.attention_cases import assert_same
+from tests.sgmv_cases import make_case
+
+H200 = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", 132, "gpu"))
+NUM_SLOTS = 6
+HOPPER = pytest.mark.skipif(
+    not has_warpgroups(), reason="warp groups need Hopper, JAX 0.11"
+)
+# A slot's ranks; pages of 16.
+RANKS = [[16, 16, 16], [7, 0, 1], [0, 16, 3], [64, 40, 17], [3, 33, 50], [48, 16, 2]]
+
+
+def operands_of(rows, d_in, d_out, dtype="bfloat16", options=(), num_parts=4):
+    """Return x, a weight, and some of `bias`, `residual` and a norm; random."""
+    rng = np.random.default_rng(rows + d_in + d_out)
+
+    def draw(*shape, scale=1.0):
+        return jnp.asarray(scale * rng.standard_normal(shape), dtype)
+
+    x, weight = draw(rows, d_in), draw(d_out, d_in, scale=d_in**-0.5)
+    if "squares" in options:
+        squares = rng.uniform(0.1, 3, (num_parts, rows)) * d_in / num_parts
+        squares = np.float32(squares)
+        x = NormedRows(x=x, squares=jnp.asarray(squares), eps=1e-5)
+    values = {"bias": draw(d_out), "residual": draw(rows, d_out)}
+    return x, weight, {name: values[name] for name in options if name != "squares"}
+
+
+def lora_of(rows, d_in, d_outs, dtype="bfloat16", *, ranks=RANKS, slots=None):
+    """Return adapters of up to three modules, and the rows that use them."""
+    ranks = [own[: len(d_outs)] for own in ranks]
+    case = make_case(rows=rows, ranks=ranks, d_in=d_in, d_outs=d_outs, dtype=dtype)
+    if slots is None:
+        slots = np.random.default_rng(rows).integers(-1, len(ranks), rows)
+    return case.pool, segments_of(slots)
+
+
+def segments_of(slots):
+    return segment_metadata(jnp.asarray(slots, jnp.int32)[:, None], num_slots=NUM_SLOTS)
+
+
+def written(pool, segments):
+    """Return which of v's values are written, `bool[rows, C * max_rank]`."""
+    slots = np.asarray(segments.slots[0])
+    ranks = np.arange(pool.max_rank)
+    pages = np.asarray(pool.num_pages)[slots]
+    used = ranks < RANK_PAGE * pages[:, :, None]
+    return (used & (slots >= 0)[:, None, None]).reshape(len(slots), -1)
+
+
+@pytest.fixture
+def by_triton(monkeypatch):
+    """Return what launches Triton's form, and how the other one is called."""
+
+    def run(launch, *operands, **options):
+        with monkeypatch.context() as patch:
+            patch.setattr(_project_warpgroups, "fits", lambda *_, **__: False)
+            return jax.jit(functools.partial(launch, **options))(*operands)
+
+    return run
+
+
+def assert_bits_of_triton(by_triton, x, weight, lora=None, there=None, **options):
+    assert _project_warpgroups.fits(x, weight, lora, options)
+    y, v = jax.jit(functools.partial(_project.project, **options))(x, weight, lora)
+    expected, expected_v = by_triton(_project.project, x, weight, lora, **options)
+    assert_same(y, expected)
+    if lora is None:
+        assert v is None
+        return
+    there = written(*lora) if there is None else there
+    for own, other in zip(v, expected_v, strict=True):
+        assert_same(np.asarray(own)[there], np.asarray(other)[there])
+
+
+@pytest.mark.gpu
+@HOPPER
+class TestBits:
+    """They are those of Triton's form, of every row."""
+
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+    @pytest.mark.parametrize(
+        ("rows", "d_in", "d_outs"),
+        [
+            (16, 128, (512,)),
+            (24, 1280, (1000, 24)),
+            (32, 4096, (4096,)),
+            (32, 4096, (4096, 1024, 1024)),
+            (64, 640, (3000, 3000)),
+            (32, 512, (11008, 11008)),
+            (40, 256, (14336, 14336)),
+            (8, 256, (14336, 14336)),
+            (16, 256, (16000, 16000)),
+            (32, 14336, (4096,)),
+            (64, 5760, (2048,)),  # an odd number of blocks, a shorter group
+        ],
+    )
+    def test_shapes(self, rows, d_in, d_outs, dtype, by_triton):
+        x, weight, _ = operands_of(rows, d_in, sum(d_outs), dtype)
+        lora = lora_of(rows, d_in, d_outs, dtype)
+        assert_bits_of_triton(by_triton, x, weight, lora)
+        if rows > 8:
+            assert_bits_of_triton(by_triton, x, weight)
+
+    @pytest.mark.parametrize("d_outs", [(4096,), (14336, 14336)])
+    @pytest.mark.parametrize(
+        "options",
+        [
+            ("bias",),
+            ("residual",),
+            ("bias", "residual"),
+            ("squares",),
+        ],
+        ids="+".join,
+    )
+    def test_options(self, options, d_outs, by_triton):
+        x, weight, others = operands_of(32, 640, sum(d_outs), options=options)
+        lora = lora_of(32, 640, d_outs)
+        assert_bits_of_triton(by_triton, x, weight, lora, **others)
+        assert_bits_of_triton(by_triton, x, weight, **others)
+
+    @pytest.mark.parametrize("num_parts", [1, 28, 32, 33])
+    @pytest.mark.parametrize("rows", [32, 64])
+    def test_norms(self, rows, num_parts, by_triton):
+        x, weight, _ = operands_of(
+            rows, 640, 3072, options=("squares",), num_parts=num_parts
+        )
+        lora = lora_of(rows, 640, (1024, 1024, 1024))
+        assert_bits_of_triton(by_triton, x, weight, lora)
+        assert_bits_of_triton(by_triton, x, weight)
+
+    def test_a_row_alone_and_among_others(self):
+        d_outs, slots = (14336, 14336), np.arange(32) % (NUM_SLOTS + 1) - 1
+        x, weight, _ = operands_of(32, 256, sum(d_outs), options=("squares",))
+        pool, _ = lora_of(32, 256, d_outs)
+
+        def first_row(count):
+            rows = NormedRows(x=x.x[:count], squares=x.squares[:, :count], eps=x.eps)
+            segments = segments_of(slots[::-1][:count])
+            y, v = jax.jit(_project.project)(rows, weight, (pool, segments))
+            [entry] = np.flatnonzero(np.asarray(segments.rows[0])[:count] == 0)
+            there = written(pool, segments)[entry]
+            return y[0], np.asarray(v)[:, entry, there]
+
+        together, ranks = first_row(32)
+        for count in (1, 7, 8, 15, 16, 20, 24):
+            alone, own = first_row(count)
+            assert_same(alone, together)
+            assert_same(own, ranks)
+
+    @pytest.mark.parametrize(
+        "slots",
+        [
+            np.full(64, -1),
+            np.zeros(64),
+            np.arange(64) % (NUM_SLOTS + 1) - 1,
+            np.where(np.arange(64) < 40, 3, 4),
+            np.where(np.arange(64) == 63, 5, -1),
+        ],
+        ids=["idle", "one", "in turn", "several tiles", "last"],
+    )
+    @pytest.mark.parametrize("modules", [1, 2, 3])
+    def test_slots(self, slots, modules, by_triton):
+        d_outs = (1024,) * modules
+        x, weight, _ = operands_of(64, 4096, sum(d_outs))
+        lora = lora_of(64, 4096, d_outs, slots=slots)
+        assert_bits_of_triton(by_triton, x, weight, lora)
+
+    def test_single_pages(self, by_triton):
+        x, weight, _ = operands_of(32, 4096, 1024)
+        lora = lora_of(32, 4096, (512, 512), ranks=[[16, 16], [3, 0], [0, 9]] * 2)
+        assert lora[0].max_rank == RANK_PAGE
+        assert_bits_of_triton(by_triton, x, weight, lora)
+
+    def test_another_layer(self, by_triton):
+        x, weight, _ = operands_of(32, 256, 1024)
+        pool, segments = lora_of(32, 256, (512, 512))
+        layered = dataclasses.replace(
+            pool,
+            a=jnp.concatenate([pool.a * jnp.nan, pool.a]),
+            b=jnp.concatenate([pool.b * jnp.nan, pool.b]),
+            num_pages=jnp.concatenate([pool.num_pages * 0 + 1, pool.num_pages]),
+            layer=jnp.ones(1, jnp.int32),
+        )
+        there = written(pool, segments)
+        assert_bits_of_triton(by_triton, x, weight, (layered, segments), there)
+
+    @pytest.mark.parametrize("options", [(), ("squares",), ("residual",)], ids="+".join)
+    @pytest.mark.parametrize("rows", [16, 24, 32])
+    def test_nan_stays_in_its_rows(self, rows, options):
+        x, weight, others = operands_of(rows, 256, 1024, options=options)
+        slots = np.arange(rows) % NUM_SLOTS
+        pool, segments = lora_of(rows, 256, (1024,), slots=slots)
+        assert _project_warpgroups.fits(x, weight, (pool, segments), others)
+        run = jax.jit(functools.partial(_project.project, **others))
+        clean_y, clean = run(x, weight, (pool, segments))
+        bad = pool.a.at[np.asarray(pool.page_table[3, :4])].set(jnp.nan)
+        pool = dataclasses.replace(pool, a=bad)
+        if isinstance(x, NormedRows):
+            x = dataclasses.replace(x, x=x.x.at[7].set(jnp.nan))
+        else:
+            x = x.at[7].set(jnp.nan)
+        y, v = run(x, weight, (pool, segments))
+        fine = np.arange(rows) != 7
+        assert_same(y[fine], clean_y[fine])
+        assert np.isnan(np.asarray(y[7], np.float32)).all()
+        entries = np.asarray(segments.rows[0])
+        there = written(pool, segments)
+        own = (slots[entries] != 3) & (entries != 7)
+        assert_same(
+            np.asarray(v)[:, own][:, there[own]],
+            np.asarray(clean)[:, own][:, there[own]],
+        )
+        assert np.isnan(np.asarray(v)[:, ~own][:, there[~own]]).all()
+
+    @pytest.mark.parametrize(
+        "options", [(), ("squares",), ("bias", "residual")], ids=str
+    )
+    @pytest.mark.parametrize(
+        ("rows", "d_in", "width"),
+        [(16, 128, 128), (32, 4096, 14336), (64, 384, 5500 * 2), (24, 256, 16000)],
+    )
+    def test_gated(self, rows, d_in, width, options, by_triton):
+        x, weight, others = operands_of(rows, d_in, 2 * width, options=options)
+        assert _project_warpgroups.fits(x, weight, None, others, gated=True)
+        actual = jax.jit(functools.partial(_one_launch.gated, **others))(x, weight)
+        assert_same(actual, by_triton(_one_launch.gated, x, weight, **others))
+
+
+def struct(*shape, dtype="bfloat16"):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+@hypothesis.given(
+    rows=st.integers(1, 8).map(lambda n: 8 * n),
+    d_in=st.integers(1, 64).map(lambda n: 128 * n),
+    d_out=st.integers(16, 3600).map(lambda n: 16 * n),
+    gated=st.booleans(),
+)
+@hypothesis.settings(max_examples=200, deadline=None)
+def test_programs_cover_all_columns_within_their_memory(rows, d_in, d_out, gated):
+    x, weight = struct(rows, d_in), struct(d_out, d_in)
+    cut = ProjectCut.of(x, weight, None, gated=gated)
+    covered = np.zeros(d_out, int)
+    for program in range(cut.num_tiles):
+        for part in range(cut.num_parts):
+            columns = cut.part(program, part)
+            assert columns.start % 8 == 0
+            assert 0 <= columns.start <= d_out - columns.size
+            covered[int(columns.start) :][: columns.size] += 1
+    assert covered.all()
+    # Those of the last program but one, at most, are computed twice.
+    assert (covered > 1).sum() < cut.num_parts * cut.part_n
+    # A wave of programs, or another form.
+    assert cut.num_tiles <= 132 or not cut.fits
+    assert bytes_of(cut.memory(jnp.dtype("bfloat16"))) <= 225 * 1024
+
+
+@pytest.mark.parametrize("rows", [8, 16, 32, 64])
+@pytest.mark.parametrize("max_pages", [1, 2, 3, 4])
+@pytest.mark.parametrize("modules", [1, 2, 3])
+def test_pieces_have_their_share_of_the_memory(rows, max_pages, modules):
+    segments = segments_of(np.zeros(rows))
+    for d_in, width in [(4096, 512), (4096, 14336), (11008, 4096), (14336, 1024)]:
+        x, weight = struct(rows, d_in), struct(modules * width, d_in)
+        x = NormedRows(x=x, squares=struct(32, rows, dtype="float32"), eps=1e-5)
+        pool = LoraPool(
+            a=struct(9, modules, RANK_PAGE, d_in),
+            b=struct(9, RANK_PAGE, modules * width),
+            page_table=struct(NUM_SLOTS, max_pages, dtype="int32"),
+            num_pages=struct(NUM_SLOTS, modules, dtype="int32"),
+            d_outs=(width,) * modules,
+        )
+        cut = ProjectCut.of(x, weight, (pool, segments), gated=False)
+        product = bytes_of(cut.memory(jnp.dtype("bfloat16")))
+        pieces = bytes_of(cut.pieces.memory(jnp.dtype("bfloat16")))
+        assert pieces == cut.pieces.num_bytes(2)
+        assert product + pieces <= 225 * 1024 or not cut.fits
+
+
+def bytes_of(memory):
+    own = jax.tree.leaves(memory)
+    arrays = [array for array in own if not isinstance(array, plgpu.Barrier)]
+    return sum(np.prod(a.shape) * jnp.dtype(a.dtype).itemsize for a in arrays)
+
+
+@hypothesis.given(
+    slots=st.lists(st.integers(-1, NUM_SLOTS - 1), min_size=1, max_size=64),
+    modules=st.integers(1, 3),
+    max_pages=st.integers(1, 4),
+    d_in=st.sampled_from([128, 1280, 4096, 14336]),
+    num_programs=st.sampled_from([7, 132]),
+)
+@hypothesis.settings(max_examples=60, deadline=None)
+def test_each_page_of_an_adapter_is_of_one_piece(
+    slots, modules, max_pages, d_in, num_programs
+):
+    rng = np.random.default_rng(len(slots))
+    segments = segment_metadata(
+        jnp.asarray(slots, jnp.int32)[:, None], num_slots=NUM_SLOTS
+    )
+    table = rng.permutation(NUM_SLOTS * max_pages).reshape(NUM_SLOTS, max_pages)
+    counts = rng.integers(0, max_pages + 1, (2 * NUM_SLOTS, modules))
+    pool = dataclasses.replace(
+        make_case(rows=1, ranks=[[1] * modules], d_in=16, d_outs=(16,) * modules).pool,
+        a=np.zeros((2 * NUM_SLOTS * max_pages, modules, RANK_PAGE, d_in), jnp.bfloat16),
+        page_table=table.astype(np.int32),
+        num_pages=counts.astype(np.int32),
+        layer=np.ones(1, np.int32),
+    )
+    pieces = ShrinkCut.of(pool, segments, stages=2)
+    a, *tables = map(np.asarray, _shrink_pieces.operands(pool, segments))
+    found = collections.Counter()
+    for number in range(-(-pieces.total // num_programs) * num_programs):
+        piece = _shrink_pieces._look_up(jnp.int32(number), a, tables, pieces)
+        assert 0 <= piece.num_pages <= pieces.pages
+        slot, index, group = int(piece.slot), int(piece.index), int(piece.group)
+        for page in range(int(piece.num_pages)):
+            a_row = int(piece.a_rows[page])
+            there = tuple(bool(page < count) for count in piece.counts)
+            found[slot, index + page, a_row, group, there] += 1
+    page_ranks, first_page = modules * RANK_PAGE, NUM_SLOTS * max_pages
+    expected = collections.Counter(
+        (slot, page, a_row, group, there)
+        for slot in set(slots) - {-1}
+        for page in range(counts[NUM_SLOTS + slot].max())
+        for a_row in [(first_page + table[slot, page]) * page_ranks]
+        for there in [tuple(bool(page < own) for own in counts[NUM_SLOTS + slot])]
+        for group in range(pieces.config.num_groups)
+    )
+    assert found == expected
+
+
+@HOPPER
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({}, True),
+        ({"lora": False}, True),
+        ({"options": ("bias", "residual")}, True),
+        ({"options": ("squares",)}, True),
+        # Scaled and then added to: a compiler may round that once, or twice.
+        ({"options": ("squares", "bias")}, False),
+        ({"options": ("squares", "residual")}, False),
+        ({"rows": 64}, True),
+        ({"rows": 8}, False),
+        ({"rows": 20}, False),
+        ({"rows": 65}, False),
+        ({"rows": 72}, False),
+        ({"width": 20000}, False),  # of more columns than a wave of programs has
+        ({"d_in": 192}, False),
+        ({"dtype": "float32"}, False),
+        ({"rank": 65}, False),
+        ({"implementation": "xla"}, False),
+        # Of a wide weight eight are enough.
+        ({"rows": 8, "width": 14336}, True),
+        ({"rows": 4, "width": 14336}, False),
+        ({"rows": 8, "width": 14336, "lora": False}, False),
+    ],
+    ids=str,
+)
+def test_what_it_lacks_goes_elsewhere(change, expected):
+    rows, d_in, width = (
+        change.get(name, default)
+        for name, default in (("rows", 32), ("d_in", 256), ("width", 512))
+    )
+    dtype = change.get("dtype", "bfloat16")
+    options = change.get("options", ())
+    x, weight, others = operands_of(rows, d_in, 2 * width, dtype, options)
+    lora = None
+    if change.get("lora", True):
+        ranks = [[change.get("rank", 16)] * 2] * NUM_SLOTS
+        lora = lora_of(rows, d_in, (width, width), dtype, ranks=ranks)
+    others["implementation"] = change.get("implementation", "pallas_triton")
+    for launch in lora_linear, lora_gated:
+        with jax.sharding.use_abstract_mesh(H200):
+            traced = jax.jit(lambda x, f=launch: f(x, weight, lora, **others)).trace(x)
+            text = traced.lower(lowering_platforms=("cuda",)).as_text()
+        assert ("@mosaic_gpu" in text) == expected

@@ -7,7 +7,8 @@ nothing of layers.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -21,8 +22,10 @@ from punica_jax.pallas_kernels import reference
 from punica_jax.pallas_kernels._dispatch import resolve
 from punica_jax.pallas_kernels._launch import pallas_call
 from punica_jax.pallas_kernels._operands import require
-from punica_jax.pallas_kernels._page_tiles import load
+from punica_jax.pallas_kernels._page_tiles import load, mask_of
 
+# Of a row's parts, each added to in turn. More are waited for less often.
+_MOST_SUMS = 16
 # Values that a program's registers hold.
 _MAX_WIDTH = 16384
 
@@ -98,36 +101,55 @@ def row_scales(
     width: int,
     eps: float,
 ) -> Array:
-    """Return what rows of a `NormedRows` are multiplied by, `f32[n, 1]`.
+    """Return what rows of a `NormedRows` are multiplied by, `f32[n, 1]`; in a kernel.
 
-    In a kernel, at its start: at its end nothing would hide how long the loads take,
-    6 % of a step of one row (Llama-2-7B, one H200).
+    In a loop: all parts' loads at once take registers from the rest of the program, of
+    which two instead of four then share a multiprocessor.
     """
+    num_parts = squares_ref.shape[0]
+    num_sums = _num_sums(num_parts)
 
-    def load_part(part: int) -> Array:
-        return load(squares_ref.at[part, row], live)
+    def add_part(total, part):
+        mask = live
+        if num_parts % num_sums:
+            mask = mask_of(row.shape, live, jnp.full(row.shape, part < num_parts))
+        return total + load(squares_ref.at[part, row], mask)
 
-    total = sum_of_parts(load_part, squares_ref.shape[0])
-    return scale_of(total, width, eps)[:, None]
+    def add(step, sums):
+        first = step * num_sums
+        return [add_part(total, first + i) for i, total in enumerate(sums)]
+
+    zeros = [jnp.zeros(row.shape, jnp.float32)] * num_sums
+    sums = lax.fori_loop(0, pl.cdiv(num_parts, num_sums), add, zeros)
+    return scale_of(_add_pairs(sums), width, eps)[:, None]
 
 
 def sum_of_parts(load_part: Callable[[int], Array], num_parts: int) -> Array:
-    """Add what is loaded by its number, pair by pair.
+    """Return the sum that `row_scales` takes, in its order, of what has registers."""
+    num_sums = _num_sums(num_parts)
+    sums = []
+    for first in range(num_sums):
+        own = [load_part(part) for part in range(first, num_parts, num_sums)]
+        sums.append(functools.reduce(operator.add, own))
+    return _add_pairs(sums)
+
+
+def _num_sums(num_parts: int) -> int:
+    return min(_MOST_SUMS, pl.next_power_of_2(num_parts))
+
+
+def _add_pairs(sums: Sequence[Array]) -> Array:
+    """Add by halves, of any number of rows alike.
 
     A sum over an axis has an order of the compiler's choosing, which was another one
-    for 32 rows than for 16. A tile's halves, added to each other, take so much shared
-    memory that gate and up of 32 rows of Llama-3.1-8B take 77 us, not 63 (one H200).
+    for 32 rows than for 16.
     """
-    size = pl.next_power_of_2(num_parts)
-
-    def add(first: int, apart: int) -> Array:
-        """Add those from `first` on that lie so far apart."""
-        if 2 * apart > size:
-            return load_part(first)
-        own, other = add(first, 2 * apart), first + apart
-        return own if other >= num_parts else own + add(other, 2 * apart)
-
-    return add(0, 1)
+    while len(sums) > 1:
+        half = len(sums) // 2
+        sums = [
+            own + other for own, other in zip(sums[:half], sums[half:], strict=True)
+        ]
+    return sums[0]
 
 
 def scale_of(total: Array, width: int, eps: float) -> Array:

@@ -38,6 +38,7 @@ _LIBRARY: Any = plgpu
 # from 4096 to 28672 columns take 67 us by it, and 56 by this one (one H200).
 _MIN_ROWS = 16
 _WIDE = 24576
+_MAX_ROWS = 32  # More would have the same bits, with fewer blocks on their way.
 _MAX_PAGES = 4  # of an adapter; of more the shrink would end last
 # That three groups' threads share, one of each: for the sums of 64 x 256 columns, for
 # addresses, and for those of 64 x 96 ranks twice.
@@ -59,7 +60,7 @@ def fits(
         return False
     if rows < _MIN_ROWS and (lora is None or d_out <= _WIDE):
         return False
-    if rows > GROUP_ROWS or rows % ALIGNED_ROWS or d_in % 128 or d_out % 16:
+    if rows > _MAX_ROWS or rows % ALIGNED_ROWS or d_in % 128 or d_out % 16:
         return False
     if lora is not None and lora[0].page_table.shape[1] > _MAX_PAGES:
         return False

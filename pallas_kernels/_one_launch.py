@@ -255,9 +255,6 @@ def _kernel(
     held = form.columns(block, part_n, index)
     mask = rows.mask((row.size, part_n), held.inside)
     # Loaded before the loop: after it, nothing would hide how long that takes.
-    scale = None
-    if "squares" in options:
-        scale = row_scales(options["squares"], row, rows.live, d_in, eps)
     added = [[] for _ in held.parts]
     for own, column in zip(added, held.parts, strict=True):
         if "bias" in options:
@@ -265,9 +262,10 @@ def _kernel(
         if "residual" in options:
             at = row[:, None], column[None, :]
             own.append(load(options["residual"].at[at], mask))
-    acc = product(x_ref, w_ref, (row, rows.live), both, columns.inside, config)
-    if scale is not None:
-        acc *= scale
+    scale = 1.0
+    if "squares" in options:
+        scale = row_scales(options["squares"], row, rows.live, d_in, eps)
+    acc = product(x_ref, w_ref, (row, rows.live), both, columns.inside, config) * scale
     acc = acc.reshape(row.size, part_n, 2)
     second = jnp.arange(2, dtype=jnp.int32)[None, None, :]
     sums = [jnp.where(second == part, acc, 0.0).sum(axis=2) for part in range(2)]

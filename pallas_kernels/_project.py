@@ -214,13 +214,13 @@ def _product(
         None if inside is None else inside[None, :],
     )
     # Loaded before the loop: after it, nothing would hide how long that takes.
-    scale = scales(row, live)
     places = {"bias": (column, inside), "residual": (at, mask)}
     loaded = {
         name: load(options[name].at[place], mask)
         for name, (place, mask) in places.items()
         if name in options
     }
+    scale = scales(row, live)
     acc = product(x_ref, w_ref, (row, live), column, inside, config)
     acc *= scale
     if "bias" in loaded:

@@ -135,7 +135,7 @@ def sum_of_parts(load_part: Callable[[int], Array], num_parts: int) -> Array:
 
 
 def _num_sums(num_parts: int) -> int:
-    return min(_MOST_SUMS, pl.next_power_of_2(num_parts))
+    return 1 << min(_MOST_SUMS, num_parts).bit_length() - 1
 
 
 def _add_pairs(sums: Sequence[Array]) -> Array:

@@ -103,7 +103,7 @@ class AdapterPages:
 
         Args:
           tables: refs of the page table, the counts and the layer.
-          weights_ref: `[layers * pages, ...]`, or a page's ranks one by one.
+          weights_ref: `[layers * pages, ...]`.
           slot: `i32[]`.
           module: which of the group's.
           most: pages at once, at most.

@@ -34,7 +34,7 @@ _MAX_STAGES = 16
 # Multiprocessors without columns: those of one adapter's shrink.
 _FREE = 4
 _SHARED_BYTES = 225 * 1024  # of 227; barriers, and what aligns, take some
-_COPIED = 256  # values of one copy
+_COPIED = 256  # values along an axis, at most, that one copy takes
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

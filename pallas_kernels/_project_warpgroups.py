@@ -38,7 +38,7 @@ _LIBRARY: Any = plgpu
 # from 4096 to 28672 columns take 67 us by it, and 56 by this one (one H200).
 _MIN_ROWS = 16
 _WIDE = 24576
-_MAX_ROWS = 32  # More would have the same bits, with fewer blocks on their way.
+_MAX_ROWS = 32  # Of more, up to 64, the bits are known and no times.
 _MAX_PAGES = 4  # of an adapter; of more the shrink would end last
 # That three groups' threads share, one of each: for the sums of 64 x 256 columns, for
 # addresses, and for those of 64 x 96 ranks twice.

@@ -21,10 +21,10 @@ from punica_jax.pallas_kernels._warpgroups import (
     tiled_memory,
 )
 
-# Of all modules, that a piece multiplies by: so many sums a thread has registers for.
-# With 64 an adapter of four pages of q, k and v takes four pieces, not two, and 32 such
-# rows 37.8 us, not 31.2 (one H200).
-_MAX_RANKS = 96
+# Of a piece, by its number of modules: a thread has registers for the sums of 96 ranks.
+# With one page of q, k and v 32 rows of four pages each take 37.8 us, not 31.2 (one
+# H200).
+_MOST_PAGES = {1: 4, 2: 2, 3: 2}
 _BLOCK_K = 128
 
 
@@ -111,14 +111,13 @@ class ShrinkCut:
     def of(cls, pool: LoraPool, segments: Segments, stages: int) -> "ShrinkCut":
         """Cut so that a program holds `stages` blocks of a piece of a single page."""
         max_pages, rows = pool.page_table.shape[1], segments.num_rows
-        fitting = max(1, _MAX_RANKS // (pool.num_modules * RANK_PAGE))
-        pages = pl.cdiv(max_pages, pl.cdiv(max_pages, fitting))
+        pages = min(max_pages, _MOST_PAGES.get(pool.num_modules, 1))
         make = functools.partial(PieceForm, num_modules=pool.num_modules)
         forms = [
             make(pages=1, rows=RowRing(rows=rows, block_k=_BLOCK_K), stages=stages)
         ]
         if pages > 1:
-            # As many bytes on their way; four pages are too many copies of half blocks.
+            # As many bytes on their way; many pages are too many copies of half blocks.
             stages, block_k = (2, _BLOCK_K) if pages > 2 else (3, _BLOCK_K // 2)
             ring = RowRing(rows=rows, block_k=block_k)
             forms.append(make(pages=pages, rows=ring, stages=stages))
@@ -132,8 +131,9 @@ class ShrinkCut:
 
     @property
     def fits(self) -> bool:
-        """Whether a product takes a page, and splits are of whole blocks."""
-        return self.page_ranks <= _MAX_RANKS and self.config.block_d % _BLOCK_K == 0
+        """Whether there are so many modules, and splits of whole blocks."""
+        is_whole = self.config.block_d % _BLOCK_K == 0
+        return self.num_modules in _MOST_PAGES and is_whole
 
     @property
     def num_modules(self) -> int:

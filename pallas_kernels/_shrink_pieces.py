@@ -116,8 +116,8 @@ def _look_up(number: Array, a_ref, tables, pieces: ShrinkCut) -> _Piece:
         most = jnp.maximum(most, count)
     a_rows = []
     for page in range(pieces.pages):
-        number = page_table_ref[known, jnp.minimum(index + page, pieces.max_pages - 1)]
-        a_rows.append(first_row + number * pieces.page_ranks)
+        at = jnp.minimum(index + page, pieces.max_pages - 1)
+        a_rows.append(first_row + page_table_ref[known, at] * pieces.page_ranks)
     is_used = (chunk < pieces.num_chunks) & (slot >= 0) & leads
     return _Piece(
         tile=tile,
@@ -173,6 +173,7 @@ def _multiply(
                 rows = form.rows.multiplied(x, stage)
                 plgpu.wgmma(acc, rows, a.at[stage].transpose((1, 0)))
                 plgpu.wgmma_wait(0)
+                # Its copies wait for all warps first, which may still read the block.
                 ask(step + form.stages)
                 return carry
 

@@ -28,6 +28,7 @@ from punica_jax.pallas_kernels._warpgroups import (
     GROUPS,
     WINDOW_ROWS,
     barriers,
+    split_number,
     stage_of,
     tiled_memory,
 )
@@ -162,8 +163,10 @@ def _for_turns(rows: int, width: int, work: Callable[..., Any]) -> Any:
     program, num_programs = lax.axis_index(PROGRAM), lax.axis_size(PROGRAM)
 
     def turn(i, steps):
-        part, nth = _divided(program + i * num_programs, at_once * num_columns)
-        column, window = _divided(nth, jnp.minimum(at_once, windows - part * at_once))
+        part, nth = split_number(program + i * num_programs, at_once * num_columns)
+        column, window = split_number(
+            nth, jnp.minimum(at_once, windows - part * at_once)
+        )
         window = (part * at_once + window) * _CLUSTER_SIZE + lax.axis_index(CLUSTER)
         return work(window, column * BLOCK_N, steps)
 
@@ -268,8 +271,3 @@ def _product(group, num_blocks: int, step, shared: _Shared) -> Any:
 
     acc = plgpu.WGMMAAccumulatorRef((GROUP_ROWS, BLOCK_N), jnp.float32)
     return pl.run_scoped(multiply, acc, acc)
-
-
-def _divided(number: Array, size: Any) -> tuple[Array, Array]:
-    size = jnp.int32(size)
-    return lax.div(number, size), lax.rem(number, size)

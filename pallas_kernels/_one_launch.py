@@ -21,7 +21,7 @@ from punica_jax.pallas_kernels._dispatch import shared_bytes
 from punica_jax.pallas_kernels._launch import pallas_call
 from punica_jax.pallas_kernels._norm import NormedRows, row_scales
 from punica_jax.pallas_kernels._page_tiles import kv_places, load, mask_of, silu_product
-from punica_jax.pallas_kernels._project import product
+from punica_jax.pallas_kernels._project import given, product
 from punica_jax.pallas_kernels._sgmv_config import ProjectConfig, project_config
 
 
@@ -34,8 +34,7 @@ def gated(
     interpret: bool = False,
 ) -> Array:
     """Launch a layer of gate and up, and SiLU(gate) * up; see `lora_gated`."""
-    options = {"bias": bias, "residual": residual}
-    options = {name: array for name, array in options.items() if array is not None}
+    options = given(bias=bias, residual=residual)
     if not interpret and _project_warpgroups.fits(x, weight, None, options, gated=True):
         return _project_warpgroups.gated(x, weight, options)
     form = _Gated(width=weight.shape[0] // 2)
@@ -67,8 +66,7 @@ def rotary(
         jax.ShapeDtypeStruct((x.shape[0], heads, head_dim), x.dtype),
         jax.ShapeDtypeStruct(kv_pages.shape, kv_pages.dtype),
     ]
-    options = {"bias": bias, "residual": residual}
-    options = {name: array for name, array in options.items() if array is not None}
+    options = given(bias=bias, residual=residual)
     operands = (kv_pages, *tables, page, offset)
     q, kv_pages = _launch(form, x, weight, options, operands, shapes, interpret)
     return q, kv_pages

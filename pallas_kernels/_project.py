@@ -53,6 +53,11 @@ def are_few(x: Array | NormedRows, weight: Array) -> bool:
     return narrow and x.shape[0] <= MAX_PROJECT_ROWS
 
 
+def given(**options: Array | None) -> dict[str, Array]:
+    """Return those of a launch's options that there are, by their names."""
+    return {name: array for name, array in options.items() if array is not None}
+
+
 def project(
     x: Array | NormedRows,
     weight: Array,
@@ -80,8 +85,7 @@ def project(
       None.
     """
     assert lora is None or lora[1].num_passes == 1, lora
-    options = {"bias": bias, "residual": residual}
-    options = {name: array for name, array in options.items() if array is not None}
+    options = given(bias=bias, residual=residual)
     if (
         config is None
         and not interpret

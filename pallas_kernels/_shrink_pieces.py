@@ -25,7 +25,12 @@ from punica_jax.pallas_kernels._shrink_cut import (
     PieceMemory,
     ShrinkCut,
 )
-from punica_jax.pallas_kernels._warpgroups import GROUP_ROWS, stage_of, store
+from punica_jax.pallas_kernels._warpgroups import (
+    GROUP_ROWS,
+    split_number,
+    stage_of,
+    store,
+)
 
 _LIBRARY: Any = plgpu  # JAX 0.10 has no types of copies that may not be
 
@@ -98,8 +103,8 @@ def shrink(
 
 def _look_up(number: Array, a_ref, tables, pieces: ShrinkCut) -> _Piece:
     page_table_ref, num_pages_ref, layer_ref, _, tile_slot_ref, *_ = tables
-    page_group, group = _divided(number, pieces.config.num_groups)
-    chunk, tile = _divided(page_group, pieces.num_tiles)
+    page_group, group = split_number(number, pieces.config.num_groups)
+    chunk, tile = split_number(page_group, pieces.num_tiles)
     index = jnp.minimum(chunk, pieces.num_chunks - 1) * pieces.pages
     slot = tile_slot_ref[0, tile]
     before = tile_slot_ref[0, jnp.maximum(tile - 1, 0)]
@@ -220,7 +225,3 @@ def _write(
                             v_shared.at[row, pl.ds(own, RANK_PAGE)],
                             v_ref.at[piece.group, entry, pl.ds(column, RANK_PAGE)],
                         )
-
-
-def _divided(number: Array, size: int) -> tuple[Array, Array]:
-    return lax.div(number, jnp.int32(size)), lax.rem(number, jnp.int32(size))

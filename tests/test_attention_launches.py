@@ -28,6 +28,7 @@ from punica_jax.pallas_kernels._attention_reference import (
 from punica_jax.pallas_kernels._dispatch import has_warpgroups
 from punica_jax.pallas_kernels._paged_attention import paged_attention
 from tests.attention_cases import make_batch
+from tests.warpgroup_cases import HOPPER
 
 
 @pytest.mark.parametrize(
@@ -167,7 +168,7 @@ def test_which_devices_have_warp_groups(
     assert _dispatch.multiprocessors() == 132
 
 
-@pytest.mark.skipif(not has_warpgroups(), reason="warp groups need Hopper, JAX 0.11")
+@HOPPER
 @pytest.mark.parametrize("x64", [False, True])
 @pytest.mark.parametrize(
     ("rows", "heads", "kv_heads", "head_dim", "dtype", "found"),

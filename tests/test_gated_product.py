@@ -8,11 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from punica_jax.pallas_kernels import _gated_product, lora_gated, segment_metadata
-from punica_jax.pallas_kernels._dispatch import has_warpgroups
 from punica_jax.pallas_kernels._fused import Shrunk, gated_expand
 from punica_jax.pallas_kernels._sgmv import shrink
 from punica_jax.pallas_kernels._sgmv_config import ExpandConfig
@@ -22,8 +21,8 @@ from punica_jax.pallas_kernels._window_adapters import (
 )
 from tests.attention_cases import assert_same
 from tests.sgmv_cases import make_case
+from tests.warpgroup_cases import H200, HOPPER, in_second_layer
 
-H200 = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", 132, "gpu"))
 NUM_SLOTS = 6
 ROWS = 768
 # Slot and rows: prompts that begin anywhere, whole windows, rows alone, idle ones.
@@ -109,7 +108,7 @@ def of_two(x, weight, pool, segments):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not has_warpgroups(), reason="warp groups need Hopper, JAX 0.11")
+@HOPPER
 class TestBits:
     """They are those of two launches, of every row."""
 
@@ -146,13 +145,7 @@ class TestBits:
 
     def test_another_layer(self):
         x, weight, pool, segments = make_layer(slots_of(RUNS))
-        layered = dataclasses.replace(
-            pool,
-            a=jnp.concatenate([pool.a * jnp.nan, pool.a]),
-            b=jnp.concatenate([pool.b * jnp.nan, pool.b]),
-            num_pages=jnp.concatenate([pool.num_pages * 0 + 3, pool.num_pages]),
-            layer=jnp.ones(1, jnp.int32),
-        )
+        layered = in_second_layer(pool, first_count=3)
         expected = of_two(x, weight, pool, segments)
         assert_same(of_one_launch(x, weight, layered, segments), expected)
 
@@ -184,7 +177,7 @@ class TestBits:
         assert_same(actual[~own], expected[~own])
 
 
-@pytest.mark.skipif(not has_warpgroups(), reason="warp groups need Hopper, JAX 0.11")
+@HOPPER
 @pytest.mark.parametrize(
     ("rows", "width", "dtype", "expected"),
     [
@@ -218,7 +211,7 @@ def test_many_rows_go_to_warp_groups(rows, width, dtype, expected):
         assert ("lora_gated_expand" in text) != expected
 
 
-@pytest.mark.skipif(not has_warpgroups(), reason="warp groups need Hopper, JAX 0.11")
+@HOPPER
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
@@ -255,7 +248,7 @@ def test_what_it_lacks_goes_elsewhere(change, expected):
     assert ("@mosaic_gpu" in text) == expected
 
 
-@pytest.mark.skipif(not has_warpgroups(), reason="warp groups need Hopper, JAX 0.11")
+@HOPPER
 def test_gradients_under_shard_map_with_its_checks():
     case = make_case(rows=2, ranks=RANKS, d_in=64, d_outs=(128, 128), dtype="bfloat16")
     mesh = AbstractMesh(

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.sharding import AbstractDevice, AbstractMesh
 
 from punica_jax.pallas_kernels import (
     LoraPool,
@@ -24,19 +23,15 @@ from punica_jax.pallas_kernels import (
     lora_linear,
     segment_metadata,
 )
-from punica_jax.pallas_kernels._dispatch import has_warpgroups
 from punica_jax.pallas_kernels._pool import RANK_PAGE
 from punica_jax.pallas_kernels._project_cut import ProjectCut
 from punica_jax.pallas_kernels._shrink_cut import ShrinkCut
 from punica_jax.pallas_kernels.shapes import MODEL_SHAPES
 from tests.attention_cases import assert_same
 from tests.sgmv_cases import make_case
+from tests.warpgroup_cases import H200, HOPPER, in_second_layer
 
-H200 = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", 132, "gpu"))
 NUM_SLOTS = 6
-HOPPER = pytest.mark.skipif(
-    not has_warpgroups(), reason="warp groups need Hopper, JAX 0.11"
-)
 # A slot's ranks; pages of 16.
 RANKS = [[16, 16, 16], [7, 0, 1], [0, 16, 3], [64, 40, 17], [3, 33, 50], [48, 16, 2]]
 
@@ -220,13 +215,7 @@ class TestBits:
     def test_another_layer(self, by_triton):
         x, weight, _ = operands_of(32, 256, 1024)
         pool, segments = lora_of(32, 256, (512, 512))
-        layered = dataclasses.replace(
-            pool,
-            a=jnp.concatenate([pool.a * jnp.nan, pool.a]),
-            b=jnp.concatenate([pool.b * jnp.nan, pool.b]),
-            num_pages=jnp.concatenate([pool.num_pages * 0 + 1, pool.num_pages]),
-            layer=jnp.ones(1, jnp.int32),
-        )
+        layered = in_second_layer(pool, first_count=1)
         there = written(pool, segments)
         assert_bits_of_triton(by_triton, x, weight, (layered, segments), there)
 
@@ -351,9 +340,7 @@ def test_each_page_of_an_adapter_is_of_one_piece(
     slots, modules, max_pages, d_in, num_programs
 ):
     rng = np.random.default_rng(len(slots))
-    segments = segment_metadata(
-        jnp.asarray(slots, jnp.int32)[:, None], num_slots=NUM_SLOTS
-    )
+    segments = segments_of(slots)
     table = rng.permutation(NUM_SLOTS * max_pages).reshape(NUM_SLOTS, max_pages)
     counts = rng.integers(0, max_pages + 1, (2 * NUM_SLOTS, modules))
     pool = dataclasses.replace(

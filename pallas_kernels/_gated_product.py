@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from punica_jax.pallas_kernels._dispatch import has_warpgroups, multiprocessors
 from punica_jax.pallas_kernels._launch import CLUSTER, GROUP, PROGRAM, warpgroup_call
 from punica_jax.pallas_kernels._norm import NormedRows
-from punica_jax.pallas_kernels._page_tiles import silu_product
+from punica_jax.pallas_kernels._page_tiles import place_of_program, silu_product
 from punica_jax.pallas_kernels._pool import RANK_PAGE, LoraPool
 from punica_jax.pallas_kernels._segments import Segments
 from punica_jax.pallas_kernels._sgmv import shrink
@@ -28,7 +28,6 @@ from punica_jax.pallas_kernels._warpgroups import (
     GROUPS,
     WINDOW_ROWS,
     barriers,
-    split_number,
     stage_of,
     tiled_memory,
 )
@@ -163,11 +162,10 @@ def _for_turns(rows: int, width: int, work: Callable[..., Any]) -> Any:
     program, num_programs = lax.axis_index(PROGRAM), lax.axis_size(PROGRAM)
 
     def turn(i, steps):
-        part, nth = split_number(program + i * num_programs, at_once * num_columns)
-        column, window = split_number(
-            nth, jnp.minimum(at_once, windows - part * at_once)
+        window, column = place_of_program(
+            program + i * num_programs, windows, num_columns, at_once
         )
-        window = (part * at_once + window) * _CLUSTER_SIZE + lax.axis_index(CLUSTER)
+        window = window * _CLUSTER_SIZE + lax.axis_index(CLUSTER)
         return work(window, column * BLOCK_N, steps)
 
     num_turns = pl.cdiv(windows * num_columns - program, num_programs)

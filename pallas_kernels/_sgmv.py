@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
@@ -22,12 +22,15 @@ from punica_jax.pallas_kernels._page_tiles import (
     module_of_block,
     page_factor,
     page_product,
+    place_of_program,
+    split_number,
     tile_rows,
     walk_blocks,
 )
 from punica_jax.pallas_kernels._pool import RANK_PAGE, LoraPool
 from punica_jax.pallas_kernels._segments import Segments
 from punica_jax.pallas_kernels._sgmv_config import (
+    TILES_AT_ONCE,
     ExpandConfig,
     ShrinkConfig,
     expand_config,
@@ -95,11 +98,11 @@ def shrink(
         whole = joint or pool.num_modules > 1
         part_size = config.splits if whole else config.group_size
     num_parts = pl.cdiv(config.splits, part_size)
+    num_blocks = num_parts * (1 if joint else pool.num_modules)
     shape = (num_parts, entries, pool.num_modules * pool.max_rank)
     return pallas_call(
         functools.partial(
             _shrink_kernel,
-            num_tiles=segments.num_tiles,
             block_rows=segments.block_rows,
             joint=joint,
             windowed=windowed,
@@ -107,11 +110,7 @@ def shrink(
             config=config,
         ),
         out_shape=jax.ShapeDtypeStruct(shape, jnp.float32),
-        grid=(
-            segments.num_passes * segments.num_tiles,
-            1 if joint else pool.num_modules,
-            num_parts,
-        ),
+        grid=(segments.tile_slot.size * num_blocks,),
         compiler_params=plgpu.CompilerParams(
             num_warps=config.window_warps if windowed else config.num_warps,
             num_stages=config.num_stages,
@@ -134,18 +133,23 @@ def _shrink_kernel(
     slots_ref,  # i32[passes, rows]
     v_ref,  # f32[parts, passes * rows, C * max_rank]
     *,
-    num_tiles: int,
     block_rows: int,
     joint: bool,  # a program shrinks all modules
     windowed: bool,  # and all tiles of its slot that begin in a window
     part_size: int,
     config: ShrinkConfig,
 ):
-    number, tile = 0, pl.program_id(0)
-    if rows_ref.shape[0] > 1:
-        number, tile = lax.div(tile, num_tiles), lax.rem(tile, num_tiles)
-    part = pl.program_id(2)
-    modules = range(num_pages_ref.shape[1]) if joint else [pl.program_id(1)]
+    num_modules = 1 if joint else num_pages_ref.shape[1]
+    num_passes, num_tiles = tile_slot_ref.shape
+    num_blocks = num_modules * v_ref.shape[0]
+    tile, block = place_of_program(
+        pl.program_id(0), num_passes * num_tiles, num_blocks, TILES_AT_ONCE
+    )
+    number = 0
+    if num_passes > 1:
+        number, tile = split_number(tile, num_tiles)
+    part, module = split_number(block, num_modules)
+    modules = range(num_pages_ref.shape[1]) if joint else [module]
     max_rank = page_table_ref.shape[1] * RANK_PAGE
     slot = tile_slot_ref[number, tile]
     tables = page_table_ref, num_pages_ref, layer_ref
@@ -217,7 +221,7 @@ def expand(
                 config=config,
             ),
             out_shape=jax.ShapeDtypeStruct(y.shape, y.dtype),
-            grid=(segments.num_tiles, sum(programs)),
+            grid=(segments.num_tiles * sum(programs),),
             input_output_aliases={0: 0},
             # Nothing to pipeline: all of a program's loads are in flight at once.
             compiler_params=plgpu.CompilerParams(
@@ -225,13 +229,7 @@ def expand(
             ),
             interpret=interpret,
             name="lora_expand",
-        )(
-            y,
-            v,
-            pool.b,
-            *launch_tables(pool, segments),
-            *options.values(),
-        )
+        )(y, v, pool.b, *launch_tables(pool, segments), *options.values())
     return y
 
 
@@ -257,11 +255,12 @@ def _expand_kernel(
 ):
     options = dict(zip(option_names, refs[:-1], strict=True))
     y_ref = refs[-1]
-    tile = pl.program_id(0)
-    max_rank = page_table_ref.shape[1] * RANK_PAGE
+    tile, program = place_of_program(
+        pl.program_id(0), tile_slot_ref.shape[1], sum(programs), TILES_AT_ONCE
+    )
     slot = tile_slot_ref[number, tile]
     module, start, width, first = module_of_block(
-        pl.program_id(1), d_outs, d_out_offsets, programs
+        program, d_outs, d_out_offsets, programs
     )
     tables = page_table_ref, num_pages_ref, layer_ref
     pages = AdapterPages.of(tables, b_ref, slot, module, config.pages_at_once)
@@ -286,7 +285,7 @@ def _expand_kernel(
             entry=number * rows_ref.shape[1] + entry,
             live=live,
             weight=weight,
-            first_rank=module * max_rank,
+            first_rank=module * page_table_ref.shape[1] * RANK_PAGE,
         )
         whole = all(size % config.num_columns == 0 for size in d_outs)
 

@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from punica_jax.pallas_kernels._launch import PROGRAM
-from punica_jax.pallas_kernels._page_tiles import layer_starts
+from punica_jax.pallas_kernels._page_tiles import layer_starts, split_number
 from punica_jax.pallas_kernels._pool import RANK_PAGE, LoraPool
 from punica_jax.pallas_kernels._segments import Segments
 from punica_jax.pallas_kernels._sgmv import launch_tables
@@ -27,7 +27,6 @@ from punica_jax.pallas_kernels._shrink_cut import (
 )
 from punica_jax.pallas_kernels._warpgroups import (
     GROUP_ROWS,
-    split_number,
     stage_of,
     store,
 )

@@ -49,12 +49,6 @@ def stage_of(step: Array, stages: int = STAGES) -> Array:
     return lax.rem(step, jnp.int32(stages))
 
 
-def split_number(number: Array, size: Any) -> tuple[Array, Array]:
-    """Return how many times `size` a number is, and what is left of it."""
-    size = jnp.int32(size)
-    return lax.div(number, size), lax.rem(number, size)
-
-
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RowRing:
     """Blocks of up to 64 rows, of which a product takes 64 in any case.

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from punica_jax.pallas_kernels import _sgmv, expand, lora, segment_metadata, shrink
+from punica_jax.pallas_kernels._page_tiles import place_of_program
 from punica_jax.pallas_kernels._sgmv_config import add_splits
 from punica_jax.pallas_kernels.shapes import (
     POPULARITIES,
@@ -281,6 +282,23 @@ def test_weights_and_several_adapters_a_row(implementation):
     actual = run_case(case, slots, implementation, weights=jnp.asarray(weights))
     case.y = case.expected(slots[:, 0], weights[:, 0])
     assert_near(actual, case.expected(slots[:, 1], weights[:, 1]), "float32")
+
+
+@pytest.mark.parametrize(
+    ("num_tiles", "num_blocks", "at_once"),
+    [(3, 5, 8), (8, 1, 8), (29, 6, 8), (9, 4, 3)],
+)
+def test_every_block_of_a_tile_has_a_program(num_tiles, num_blocks, at_once):
+    programs = jnp.arange(num_tiles * num_blocks, dtype=jnp.int32)
+    tile, block = place_of_program(programs, num_tiles, num_blocks, at_once)
+    places = list(zip(tile.tolist(), block.tolist(), strict=True))
+    assert sorted(places) == list(
+        itertools.product(range(num_tiles), range(num_blocks))
+    )
+    # None of the next tiles begins before all of these have.
+    assert np.all(np.diff(tile // at_once) >= 0)
+    own = [tile for tile, _ in places[: min(at_once, num_tiles)]]
+    assert own == list(range(len(own)))
 
 
 @pytest.mark.parametrize("implementation", ["xla", INTERPRET_GRID, GPU])

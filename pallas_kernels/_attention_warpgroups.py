@@ -25,7 +25,12 @@ from punica_jax.pallas_kernels._attention_window import (
     store_rows,
 )
 from punica_jax.pallas_kernels._dispatch import has_warpgroups, multiprocessors
-from punica_jax.pallas_kernels._launch import GROUP, PROGRAM, warpgroup_call
+from punica_jax.pallas_kernels._launch import (
+    GROUP,
+    PROGRAM,
+    split_number,
+    warpgroup_call,
+)
 from punica_jax.pallas_kernels._warpgroups import (
     ALIGNED_ROWS,
     GROUP_ROWS,
@@ -155,7 +160,7 @@ def _attention_kernel(
     def turn(i: Array) -> tuple[Array, Window]:
         # The last one's successor is looked up, too: it is any.
         nth = jnp.maximum(total - 1 - program - i * num_programs, 0)
-        window, head = lax.div(nth, jnp.int32(heads)), lax.rem(nth, jnp.int32(heads))
+        window, head = split_number(nth, heads)
         return head, Window(*(windows_ref[window, column] for column in range(5)))
 
     def for_turns(work, init: Any) -> None:

@@ -17,9 +17,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from punica_jax.pallas_kernels._dispatch import has_warpgroups, multiprocessors
-from punica_jax.pallas_kernels._launch import CLUSTER, GROUP, PROGRAM, warpgroup_call
+from punica_jax.pallas_kernels._launch import (
+    CLUSTER,
+    GROUP,
+    PROGRAM,
+    place_of_program,
+    warpgroup_call,
+)
 from punica_jax.pallas_kernels._norm import NormedRows
-from punica_jax.pallas_kernels._page_tiles import place_of_program, silu_product
+from punica_jax.pallas_kernels._page_tiles import silu_product
 from punica_jax.pallas_kernels._pool import RANK_PAGE, LoraPool
 from punica_jax.pallas_kernels._segments import Segments
 from punica_jax.pallas_kernels._sgmv import shrink

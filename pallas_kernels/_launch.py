@@ -1,12 +1,13 @@
 """How a kernel becomes a launch: as Pallas has it, but for integers and for meshes.
 
-Knows nothing of what kernels do.
+And which part of a launch a program takes. Knows nothing of what kernels do.
 """
 
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -132,3 +133,35 @@ def _varying(leaf: Array, axes: frozenset[str]) -> Array:
     """Return an array that varies over some axes at least."""
     missing = axes - _LIBRARY.typeof(leaf).manual_axis_type.varying
     return lax.pcast(leaf, tuple(sorted(missing)), to="varying") if missing else leaf
+
+
+def place_of_program(
+    program: Array, num_tiles: int, num_programs: int, at_once: int
+) -> tuple[Array, Array]:
+    """Return which tile a program of a launch takes, and which of the tile's it is.
+
+    Some tiles take turns, one program each, until all of theirs had one; then the next
+    tiles do.
+
+    Args:
+      program: `i32[]`, below `num_tiles * num_programs`.
+      num_tiles: of the launch.
+      num_programs: of a tile.
+      at_once: tiles that take turns; the last ones may be fewer.
+    """
+    at_once = min(at_once, num_tiles)
+    # By constants: a program waits for this before its first load.
+    turn, within = split_number(program, at_once * num_programs)
+    own, tile = split_number(within, at_once)
+    if num_last := num_tiles % at_once:
+        is_last = turn == num_tiles // at_once
+        last = split_number(within, num_last)
+        pairs = zip(last, (own, tile), strict=True)
+        own, tile = (jnp.where(is_last, *pair) for pair in pairs)
+    return turn * at_once + tile, own
+
+
+def split_number(number: Array, size: Any) -> tuple[Array, Array]:
+    """Return how many times `size` a number is, and what is left of it."""
+    size = jnp.int32(size)
+    return lax.div(number, size), lax.rem(number, size)

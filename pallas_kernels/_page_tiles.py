@@ -173,31 +173,6 @@ def _lanes_of(page: Array, index: Array | int) -> PageLanes:
     return PageLanes(page=page, lane=lane[:, None], rank=rank, used=None)
 
 
-def place_of_program(
-    program: Array, num_tiles: int, num_blocks: int, at_once: int
-) -> tuple[Array, Array]:
-    """Return which tile and which of its blocks a program of a launch takes.
-
-    Some tiles take turns, block after block; then the next ones do.
-
-    Args:
-      program: `i32[]`, below `num_tiles * num_blocks`.
-      num_tiles: of the launch.
-      num_blocks: of a tile.
-      at_once: tiles that take turns; there may be fewer in the end.
-    """
-    turn, within = split_number(program, at_once * num_blocks)
-    first = turn * at_once
-    block, tile = split_number(within, jnp.minimum(at_once, num_tiles - first))
-    return first + tile, block
-
-
-def split_number(number: Array, size: Any) -> tuple[Array, Array]:
-    """Return how many times `size` a number is, and what is left of it."""
-    size = jnp.int32(size)
-    return lax.div(number, size), lax.rem(number, size)
-
-
 def tile_rows(
     rows_ref, tile_first_ref, tile_end_ref, number, tile, block_rows: int
 ) -> tuple[Array, Array, Array]:

@@ -19,7 +19,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from punica_jax.pallas_kernels import _project_warpgroups
 from punica_jax.pallas_kernels._dispatch import shared_bytes
-from punica_jax.pallas_kernels._launch import pallas_call
+from punica_jax.pallas_kernels._launch import pallas_call, split_number
 from punica_jax.pallas_kernels._norm import NormedRows, row_scales
 from punica_jax.pallas_kernels._page_tiles import (
     AdapterPages,
@@ -157,8 +157,7 @@ class _Shrinks:
 
     def place(self, program: Array) -> tuple[Array, Array]:
         """Return a program's tile and group."""
-        groups = jnp.int32(self.config.num_groups)
-        return lax.div(program, groups), lax.rem(program, groups)
+        return split_number(program, self.config.num_groups)
 
 
 def _project_kernel(

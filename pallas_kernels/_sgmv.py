@@ -13,7 +13,11 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from punica_jax.pallas_kernels._launch import pallas_call
+from punica_jax.pallas_kernels._launch import (
+    pallas_call,
+    place_of_program,
+    split_number,
+)
 from punica_jax.pallas_kernels._page_tiles import (
     AdapterPages,
     PageLanes,
@@ -22,8 +26,6 @@ from punica_jax.pallas_kernels._page_tiles import (
     module_of_block,
     page_factor,
     page_product,
-    place_of_program,
-    split_number,
     tile_rows,
     walk_blocks,
 )
@@ -89,7 +91,6 @@ def shrink(
       or of all. What an entry does not use is not written.
     """
     config = config or shrink_config(pool.d_in, pool.dtype)
-    entries = segments.num_passes * segments.num_rows
     # What many rows' tiles give, each block of an expand reads: the fewer the better.
     part_size = 1
     joint = segments.num_rows >= _JOINT_ROWS
@@ -98,11 +99,12 @@ def shrink(
         whole = joint or pool.num_modules > 1
         part_size = config.splits if whole else config.group_size
     num_parts = pl.cdiv(config.splits, part_size)
-    num_blocks = num_parts * (1 if joint else pool.num_modules)
-    shape = (num_parts, entries, pool.num_modules * pool.max_rank)
+    num_programs = num_parts * (1 if joint else pool.num_modules)
+    shape = (num_parts, segments.rows.size, pool.num_modules * pool.max_rank)
     return pallas_call(
         functools.partial(
             _shrink_kernel,
+            num_programs=num_programs,
             block_rows=segments.block_rows,
             joint=joint,
             windowed=windowed,
@@ -110,7 +112,7 @@ def shrink(
             config=config,
         ),
         out_shape=jax.ShapeDtypeStruct(shape, jnp.float32),
-        grid=(segments.tile_slot.size * num_blocks,),
+        grid=(segments.tile_slot.size * num_programs,),
         compiler_params=plgpu.CompilerParams(
             num_warps=config.window_warps if windowed else config.num_warps,
             num_stages=config.num_stages,
@@ -133,23 +135,23 @@ def _shrink_kernel(
     slots_ref,  # i32[passes, rows]
     v_ref,  # f32[parts, passes * rows, C * max_rank]
     *,
+    num_programs: int,  # of a tile
     block_rows: int,
     joint: bool,  # a program shrinks all modules
     windowed: bool,  # and all tiles of its slot that begin in a window
     part_size: int,
     config: ShrinkConfig,
 ):
-    num_modules = 1 if joint else num_pages_ref.shape[1]
     num_passes, num_tiles = tile_slot_ref.shape
-    num_blocks = num_modules * v_ref.shape[0]
-    tile, block = place_of_program(
-        pl.program_id(0), num_passes * num_tiles, num_blocks, TILES_AT_ONCE
+    tile, program = place_of_program(
+        pl.program_id(0), num_passes * num_tiles, num_programs, TILES_AT_ONCE
     )
     number = 0
     if num_passes > 1:
         number, tile = split_number(tile, num_tiles)
-    part, module = split_number(block, num_modules)
-    modules = range(num_pages_ref.shape[1]) if joint else [module]
+    num_modules = num_pages_ref.shape[1]
+    part, module = split_number(program, 1 if joint else num_modules)
+    modules = range(num_modules) if joint else [module]
     max_rank = page_table_ref.shape[1] * RANK_PAGE
     slot = tile_slot_ref[number, tile]
     tables = page_table_ref, num_pages_ref, layer_ref

@@ -13,8 +13,8 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from punica_jax.pallas_kernels._launch import PROGRAM
-from punica_jax.pallas_kernels._page_tiles import layer_starts, split_number
+from punica_jax.pallas_kernels._launch import PROGRAM, split_number
+from punica_jax.pallas_kernels._page_tiles import layer_starts
 from punica_jax.pallas_kernels._pool import RANK_PAGE, LoraPool
 from punica_jax.pallas_kernels._segments import Segments
 from punica_jax.pallas_kernels._sgmv import launch_tables
@@ -25,11 +25,7 @@ from punica_jax.pallas_kernels._shrink_cut import (
     PieceMemory,
     ShrinkCut,
 )
-from punica_jax.pallas_kernels._warpgroups import (
-    GROUP_ROWS,
-    stage_of,
-    store,
-)
+from punica_jax.pallas_kernels._warpgroups import GROUP_ROWS, stage_of, store
 
 _LIBRARY: Any = plgpu  # JAX 0.10 has no types of copies that may not be
 

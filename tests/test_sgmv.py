@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from punica_jax.pallas_kernels import _sgmv, expand, lora, segment_metadata, shrink
-from punica_jax.pallas_kernels._page_tiles import place_of_program
+from punica_jax.pallas_kernels._launch import place_of_program
 from punica_jax.pallas_kernels._sgmv_config import add_splits
 from punica_jax.pallas_kernels.shapes import (
     POPULARITIES,
@@ -273,32 +273,32 @@ def test_many_rows(implementation):
     np.testing.assert_allclose(actual, case.expected(slots), rtol=1e-5, atol=3e-5)
 
 
+# Of 110 rows a pass has more tiles than take turns at once.
+@pytest.mark.parametrize("rows", [9, 110])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_weights_and_several_adapters_a_row(implementation):
-    case = make_case(rows=9, ranks=[[16, 8], [4, 20], [32, 32]])
+def test_weights_and_several_adapters_a_row(implementation, rows):
+    case = make_case(rows=rows, ranks=[[16, 8], [4, 20], [32, 32]])
     rng = np.random.default_rng(4)
-    slots = rng.integers(-1, 3, (9, 2)).astype(np.int32)
-    weights = rng.random((9, 2)).astype(np.float32)
+    slots = rng.integers(-1, 3, (rows, 2)).astype(np.int32)
+    weights = rng.random((rows, 2)).astype(np.float32)
     actual = run_case(case, slots, implementation, weights=jnp.asarray(weights))
     case.y = case.expected(slots[:, 0], weights[:, 0])
     assert_near(actual, case.expected(slots[:, 1], weights[:, 1]), "float32")
 
 
 @pytest.mark.parametrize(
-    ("num_tiles", "num_blocks", "at_once"),
-    [(3, 5, 8), (8, 1, 8), (29, 6, 8), (9, 4, 3)],
+    ("num_tiles", "num_programs", "at_once"),
+    [(1, 6, 8), (3, 5, 8), (8, 1, 8), (11, 1, 8), (16, 7, 8), (29, 6, 8), (9, 4, 3)],
 )
-def test_every_block_of_a_tile_has_a_program(num_tiles, num_blocks, at_once):
-    programs = jnp.arange(num_tiles * num_blocks, dtype=jnp.int32)
-    tile, block = place_of_program(programs, num_tiles, num_blocks, at_once)
-    places = list(zip(tile.tolist(), block.tolist(), strict=True))
-    assert sorted(places) == list(
-        itertools.product(range(num_tiles), range(num_blocks))
-    )
-    # None of the next tiles begins before all of these have.
-    assert np.all(np.diff(tile // at_once) >= 0)
-    own = [tile for tile, _ in places[: min(at_once, num_tiles)]]
-    assert own == list(range(len(own)))
+def test_programs_of_eight_tiles_take_turns(num_tiles, num_programs, at_once):
+    programs = jnp.arange(num_tiles * num_programs, dtype=jnp.int32)
+    tile, own = place_of_program(programs, num_tiles, num_programs, at_once)
+    assert list(zip(tile.tolist(), own.tolist(), strict=True)) == [
+        (one, own)
+        for first in range(0, num_tiles, at_once)
+        for own in range(num_programs)
+        for one in range(first, min(first + at_once, num_tiles))
+    ]
 
 
 @pytest.mark.parametrize("implementation", ["xla", INTERPRET_GRID, GPU])

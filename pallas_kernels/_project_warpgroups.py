@@ -38,8 +38,8 @@ _LIBRARY: Any = plgpu
 # from 4096 to 28672 columns take 67 us by it, and 56 by this one (one H200).
 _MIN_ROWS = 16
 _WIDE = 24576
-# A step of 64 rows takes 1 % more by this form, but with adapters of Llama-3.1-8B 2 to
-# 5 % less (one H100).
+# A step of 64 rows takes up to 1 % more by this form, but of Llama-3.1-8B with adapters
+# 2 to 5 % less (one H100).
 _MAX_ROWS = 32
 _MAX_PAGES = 4  # of an adapter; of more the shrink would end last
 # That three groups' threads share, one of each: for the sums of 64 x 256 columns, for

@@ -25,7 +25,7 @@ from punica_jax.pallas_kernels._kv_tile import (
     padded,
     store_rows,
 )
-from punica_jax.pallas_kernels._launch import pallas_call
+from punica_jax.pallas_kernels._launch import pallas_call, split_number
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,8 +187,7 @@ def _attend_tile(
     block_kv = config.block_kv
     # Query heads of the kv head are folded into the rows of the tile.
     lane = jnp.arange(config.block_rows * group_rows, dtype=jnp.int32)
-    row = lax.div(lane, jnp.int32(group_rows))
-    member = lax.rem(lane, jnp.int32(group_rows))
+    row, member = split_number(lane, group_rows)
     mask = (row < num_rows) & (member < group)
     head = kv_head * group + member
     q = load_rows(q_ref, first + row, head, mask)

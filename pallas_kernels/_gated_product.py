@@ -164,7 +164,7 @@ def _for_turns(rows: int, width: int, work: Callable[..., Any]) -> Any:
     """
     windows = pl.cdiv(rows, WINDOW_ROWS * _CLUSTER_SIZE)
     num_columns = width // BLOCK_N
-    at_once = min(windows, _PART_ROWS // (WINDOW_ROWS * _CLUSTER_SIZE))
+    at_once = _PART_ROWS // (WINDOW_ROWS * _CLUSTER_SIZE)
     program, num_programs = lax.axis_index(PROGRAM), lax.axis_size(PROGRAM)
 
     def turn(i, steps):

@@ -135,6 +135,11 @@ def _varying(leaf: Array, axes: frozenset[str]) -> Array:
     return lax.pcast(leaf, tuple(sorted(missing)), to="varying") if missing else leaf
 
 
+def given(**options: Array | None) -> dict[str, Array]:
+    """Return those of a launch's options that there are, by their names."""
+    return {name: array for name, array in options.items() if array is not None}
+
+
 def place_of_program(
     program: Array, num_tiles: int, num_programs: int, at_once: int
 ) -> tuple[Array, Array]:
@@ -163,5 +168,7 @@ def place_of_program(
 
 def split_number(number: Array, size: Any) -> tuple[Array, Array]:
     """Return how many times `size` a number is, and what is left of it."""
+    # The sign corrections of // and % would hide from Triton that neighbours lie side
+    # by side, and its loads would be 2 bytes wide.
     size = jnp.int32(size)
     return lax.div(number, size), lax.rem(number, size)

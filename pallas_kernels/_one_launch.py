@@ -12,16 +12,16 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from punica_jax.pallas_kernels import _project_warpgroups
 from punica_jax.pallas_kernels._dispatch import shared_bytes
-from punica_jax.pallas_kernels._launch import pallas_call
+from punica_jax.pallas_kernels._launch import given, pallas_call, split_number
 from punica_jax.pallas_kernels._norm import NormedRows, row_scales
 from punica_jax.pallas_kernels._page_tiles import kv_places, load, mask_of, silu_product
-from punica_jax.pallas_kernels._project import given, product
+from punica_jax.pallas_kernels._project import product
 from punica_jax.pallas_kernels._sgmv_config import ProjectConfig, project_config
 
 
@@ -182,10 +182,10 @@ class _Rotary:
     def _lanes(
         self, block, part_n: int, index: Array
     ) -> tuple[Array, Array, Array | None]:
-        blocks = jnp.int32(pl.cdiv(self.half, part_n))
-        lane = lax.rem(block, blocks) * part_n + index
+        head, part = split_number(block, pl.cdiv(self.half, part_n))
+        lane = part * part_n + index
         inside = None if self.half % part_n == 0 else lane < self.half
-        return lax.div(block, blocks), lane, inside
+        return head, lane, inside
 
 
 def _launch(
@@ -246,8 +246,9 @@ def _kernel(
     # The two parts' columns take turns: so one product does both, and a thread that has
     # a column of one has that of the other.
     turn = jnp.arange(2 * part_n, dtype=jnp.int32)
-    columns = form.columns(block, part_n, lax.div(turn, jnp.int32(2)))
-    is_second = lax.rem(turn, jnp.int32(2)) == 1
+    own, part = split_number(turn, 2)
+    columns = form.columns(block, part_n, own)
+    is_second = part == 1
     both = jnp.where(is_second, columns.parts[1], columns.parts[0])
     index = jnp.arange(part_n, dtype=jnp.int32)
     held = form.columns(block, part_n, index)

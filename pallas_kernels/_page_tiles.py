@@ -14,6 +14,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from punica_jax.pallas_kernels._launch import split_number
 from punica_jax.pallas_kernels._pool import RANK_PAGE
 from punica_jax.pallas_kernels._sgmv_config import (
     MAX_AT_ONCE,
@@ -157,12 +158,10 @@ class AdapterPages:
             return _lanes_of(page, first)
         index = jnp.arange(width * RANK_PAGE, dtype=jnp.int32)
         rank = first * RANK_PAGE + index
-        # lax.div and lax.rem: the sign corrections of // and % would hide from Triton
-        # that neighbours lie side by side, and its loads would be 2 bytes wide.
-        number = first + lax.div(index, jnp.int32(RANK_PAGE))
+        nth, lane = split_number(index, RANK_PAGE)
+        number = first + nth
         used = number < self.count
         page = self.first + load(self.page_table_ref.at[self.slot, number], used)
-        lane = lax.rem(index, jnp.int32(RANK_PAGE))
         return PageLanes(page=page[:, None], lane=lane[:, None], rank=rank, used=used)
 
 

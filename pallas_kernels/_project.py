@@ -19,7 +19,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from punica_jax.pallas_kernels import _project_warpgroups
 from punica_jax.pallas_kernels._dispatch import shared_bytes
-from punica_jax.pallas_kernels._launch import pallas_call, split_number
+from punica_jax.pallas_kernels._launch import given, pallas_call, split_number
 from punica_jax.pallas_kernels._norm import NormedRows, row_scales
 from punica_jax.pallas_kernels._page_tiles import (
     AdapterPages,
@@ -51,11 +51,6 @@ def are_few(x: Array | NormedRows, weight: Array) -> bool:
     # Float32 has no tensor cores to fill: XLA's product is the better one.
     narrow = x.dtype == weight.dtype and weight.dtype.itemsize == 2
     return narrow and x.shape[0] <= MAX_PROJECT_ROWS
-
-
-def given(**options: Array | None) -> dict[str, Array]:
-    """Return those of a launch's options that there are, by their names."""
-    return {name: array for name, array in options.items() if array is not None}
 
 
 def project(

@@ -14,6 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from punica_jax.pallas_kernels._launch import (
+    given,
     pallas_call,
     place_of_program,
     split_number,
@@ -209,8 +210,7 @@ def expand(
     every = {"weights": segments.weights, "scale": scale, "bias": bias}
     for number in range(segments.num_passes):
         is_last = number == segments.num_passes - 1
-        options = every | {"residual": residual if is_last else None}
-        options = {name: array for name, array in options.items() if array is not None}
+        options = given(**every, residual=residual if is_last else None)
         y = pallas_call(
             functools.partial(
                 _expand_kernel,

@@ -37,7 +37,7 @@ class Segments:
     (one, unless requests mix adapters). Within a pass, entries are sorted by slot,
     idle ones (slot -1) last; rows of one slot keep their order. A tile is at most
     `block_rows` consecutive entries of one slot, in the order of the entries; unused
-    tiles between and after them have `first == end`. Idle entries have tiles too
+    tiles after them have `first == end`. Idle entries have tiles too
     (slot -1): products skip them, a residual does not.
 
     Attributes:
@@ -130,8 +130,8 @@ def _metadata_kernel(
     num_slots: int,
     block_rows: int,
 ):
-    # A row's place is a count over all rows, and so are its tile's number and where
-    # the next segment's tiles start: no program needs what another one found.
+    # A row's place is a count over all rows, and so is its tile's number: no program
+    # needs what another one found.
     number = pl.program_id(0)
     rows, tiles = slots_ref.shape[1], tile_slot_ref.shape[1]
     nothing = jnp.int32(2**30)
@@ -149,25 +149,37 @@ def _metadata_kernel(
     key = keys_at(index)
 
     def count(step, carry):
-        before, same_before, same, next_key = carry
+        before, same_before, same = carry
         other = step * compared + jnp.arange(compared, dtype=jnp.int32)
         other_key = keys_at(other)[None, :]
         equal = other_key == key[:, None]
         earlier = equal & (other[None, :] < index[:, None])
-        greater = jnp.where(other_key > key[:, None], other_key, nothing)
         return (
             before + (other_key < key[:, None]).astype(jnp.int32),
             same_before + earlier.astype(jnp.int32),
             same + equal.astype(jnp.int32),
-            jnp.minimum(next_key, greater),
         )
 
+    steps = pl.cdiv(rows, compared)
     zero = jnp.zeros((_PLACED_ROWS, compared), jnp.int32)
-    counts = jax.lax.fori_loop(
-        0, pl.cdiv(rows, compared), count, (zero, zero, zero, zero + nothing)
-    )
-    before, same_before, same = (part.sum(axis=1) for part in counts[:3])
-    next_key = counts[3].min(axis=1)
+    counts = jax.lax.fori_loop(0, steps, count, (zero, zero, zero))
+    before, same_before, same = (part.sum(axis=1) for part in counts)
+
+    def add_tiles(chunk, total):
+        """Add the tiles of some slots to those of the rows of later ones."""
+        slot = chunk * _PLACED_ROWS + jnp.arange(_PLACED_ROWS, dtype=jnp.int32)
+
+        def count_rows(step, sums):
+            other = step * compared + jnp.arange(compared, dtype=jnp.int32)
+            return sums + (keys_at(other)[None, :] == slot[:, None]).astype(jnp.int32)
+
+        size = jax.lax.fori_loop(0, steps, count_rows, zero).sum(axis=1)
+        needed = jax.lax.div(size + (block_rows - 1), jnp.int32(block_rows))
+        return total + jnp.where(slot[None, :] < key[:, None], needed[None, :], 0)
+
+    chunks = pl.cdiv(num_slots, _PLACED_ROWS)
+    none = jnp.zeros((_PLACED_ROWS, _PLACED_ROWS), jnp.int32)
+    first_tile = jax.lax.fori_loop(0, chunks, add_tiles, none).sum(axis=1)
     live = index < rows
 
     def store_tiles(at, mask, slot, first, end):
@@ -184,15 +196,12 @@ def _metadata_kernel(
     plgpu.store(sorted_slots_ref.at[number, place_at], slot, mask=live)
 
     starts = live & (same_before % block_rows == 0)
-    tile = first_tile(before, key, block_rows) + same_before // block_rows
+    tile = first_tile + same_before // block_rows
     end = before + jnp.minimum(same, same_before + block_rows)
     store_tiles(jnp.where(starts, tile, tiles + lane), starts, slot, place, end)
 
-    # The last row of a segment empties the tiles up to the next segment's.
-    ends = live & (same_before == same - 1)
-    last = next_key == nothing
-    next_tile = jnp.where(last, tiles, first_tile(before + same, next_key, block_rows))
-    num_unused = jnp.where(ends, next_tile - tile - 1, 0)
+    # The last row empties the tiles that none needs.
+    num_unused = jnp.where(place == rows - 1, tiles - tile - 1, 0)
 
     def clear(step, _):
         offset = step * _PLACED_ROWS + lane[None, :]
@@ -204,18 +213,3 @@ def _metadata_kernel(
 
     num_steps = pl.cdiv(jnp.max(num_unused), _PLACED_ROWS)
     jax.lax.fori_loop(0, num_steps, clear, None)
-
-
-def first_tile(before: Array, slot: Array, block_rows: int) -> Array:
-    """Number a segment's first tile without knowing the sizes of the others.
-
-    `before` entries of earlier segments, `min(slot, before)` segments at most, need at
-    most that many tiles, so that no two segments meet; numbers between one's last tile
-    and the next one's first stay unused.
-
-    Args:
-      before: entries of earlier segments.
-      slot: the segment's slot; `num_slots` for the idle entries.
-    """
-    segments = jnp.minimum(slot, before)
-    return segments + (before - segments) // block_rows

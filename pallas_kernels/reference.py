@@ -13,7 +13,7 @@ from jaxtyping import Float, Int32
 
 from punica_jax.pallas_kernels._attention_reference import paged_attention
 from punica_jax.pallas_kernels._pool import RANK_PAGE, LoraPool
-from punica_jax.pallas_kernels._segments import Segments, first_tile, max_tiles
+from punica_jax.pallas_kernels._segments import Segments, max_tiles
 
 __all__ = [
     "expand",
@@ -46,9 +46,8 @@ def segment_metadata(slots: Array, *, num_slots: int, block_rows: int) -> Segmen
         key = key[order]
         before = jnp.searchsorted(key, key, side="left").astype(jnp.int32)
         after = jnp.searchsorted(key, key, side="right").astype(jnp.int32)
-        same_before = index - before
-        number = first_tile(before, key, block_rows) + same_before // block_rows
-        at = jnp.where(same_before % block_rows == 0, number, tiles)
+        starts = (index - before) % block_rows == 0
+        at = jnp.where(starts, jnp.cumsum(starts, dtype=jnp.int32) - 1, tiles)
         slot = jnp.where(key < num_slots, key, -1)
         end = jnp.minimum(after, index + block_rows)
         empty = jnp.zeros((tiles,), jnp.int32)

@@ -37,8 +37,10 @@ def check(segments, slots, weights=None):
         assert set(sorted_slots[first:end]) == {slot}
         covered += range(first, end)
     assert covered == list(range(rows))
-    # Full tiles first: no more tiles than the sizes need.
-    used = int((segments.tile_end > segments.tile_first).sum())
+    # No more tiles than the sizes need, and none between them that is not needed.
+    is_used = np.asarray(segments.tile_end > segments.tile_first)[0]
+    used = int(is_used.sum())
+    assert is_used[:used].all()
     sizes = np.bincount(known, minlength=num_slots + 1)
     assert used == sum(-(-size // segments.block_rows) for size in sizes)
 

@@ -52,6 +52,7 @@ from punica_jax.pallas_kernels import (
     LoraPool,
     Segments,
     _fused,
+    _pair,
     _row_expand,
     _sgmv,
     resolve,
@@ -80,8 +81,11 @@ def _interprets() -> bool:
 
 
 def launch_ours(y, rows, page_table, x, pool: LoraPool, segments: Segments) -> Array:
-    """Run shrink and expand on one set's rows of all sets' `x` and `y`."""
-    v, pool, segments = _shrink(rows, page_table, x, pool, segments)
+    """Run what `lora` launches on one set's rows of all sets' `x` and `y`."""
+    pool, segments = _of_set(rows, page_table, pool, segments)
+    if _pair.fits(segments):
+        return _pair.shrink_and_expand(y, x, pool, segments, interpret=_interprets())
+    v = _sgmv.shrink(x, pool, segments, interpret=_interprets())
     return _sgmv.expand(y, v, pool, segments, interpret=_interprets())
 
 
@@ -91,14 +95,15 @@ def launch_ours_rows(y, rows, page_table, x, pool: LoraPool, segments: Segments)
     Every set has a page table of its own, so each row's pages are looked up for every
     launch; a step does it once.
     """
-    shrunk = _fused.Shrunk(*_shrink(rows, page_table, x, pool, segments))
+    pool, segments = _of_set(rows, page_table, pool, segments)
+    v = _sgmv.shrink(x, pool, segments, interpret=_interprets())
+    shrunk = _fused.Shrunk(v, pool, segments)
     return _row_expand.expand(y, shrunk, interpret=_interprets())
 
 
-def _shrink(rows, page_table, x, pool: LoraPool, segments: Segments):
+def _of_set(rows, page_table, pool: LoraPool, segments: Segments):
     pool = dataclasses.replace(pool, page_table=page_table)
-    segments = dataclasses.replace(segments, rows=rows)
-    return _sgmv.shrink(x, pool, segments, interpret=_interprets()), pool, segments
+    return pool, dataclasses.replace(segments, rows=rows)
 
 
 def our_problem(cell: Cell, inputs: Inputs, num_sets: int) -> sgmv_rivals.Problem:

@@ -14,7 +14,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float, Int
 
-from punica_jax.pallas_kernels import _segment_outer, _sgmv, reference
+from punica_jax.pallas_kernels import _pair, _segment_outer, _sgmv, reference
 from punica_jax.pallas_kernels._dispatch import resolve
 from punica_jax.pallas_kernels._launch import varying_alike
 from punica_jax.pallas_kernels._lora_operands import check_lora, check_operand
@@ -200,6 +200,11 @@ def lora(
     pool's `a` and `b`, and the weights; gradients with respect to `a` and `b` are
     summed in float32 and returned in the pool's dtype.
 
+    On a GPU, up to 64 rows take one launch, whose programs wait for each other by
+    counts that launches of the same segments share. XLA runs such launches one after
+    the other, unless it is told to run them beside each other
+    (`xla_gpu_command_buffer_scheduling_mode="CONCURRENT"`): do not, with so few rows.
+
     Args:
       y: base output, dtype of the pool.
       x: input of the module group, dtype of the pool.
@@ -222,6 +227,9 @@ def lora(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _lora(implementation, y, x, pool, segments):
+    if implementation != "xla" and _pair.fits(segments):
+        interpret = implementation == "pallas_interpret"
+        return _pair.shrink_and_expand(y, x, pool, segments, interpret=interpret)
     v = shrink(x, pool, segments, implementation=implementation)
     return expand(y, v, pool, segments, implementation=implementation)
 

@@ -293,6 +293,18 @@ def walk_blocks(count: int, work: Callable[[Any], None], *, unrolled: bool) -> N
         lax.fori_loop(0, count, lambda i, _: work(i), None)
 
 
+def apply_options(out: Array, loaded: dict[str, Array], slot: Array) -> Array:
+    """Scale, bias and residual of a tile of y; idle tiles get the residual alone."""
+    for name in ("scale", "bias"):
+        if name in loaded:
+            vector = loaded[name].astype(jnp.float32)[None, :]
+            changed = out * vector if name == "scale" else out + vector
+            out = jnp.where(slot >= 0, changed, out)
+    if "residual" in loaded:
+        out = out + loaded["residual"].astype(jnp.float32)
+    return out
+
+
 def silu_product(gate: Array, up: Array) -> Array:
     """Return SiLU(gate) * up.
 

@@ -22,6 +22,7 @@ from punica_jax.pallas_kernels._launch import (
 from punica_jax.pallas_kernels._page_tiles import (
     AdapterPages,
     PageLanes,
+    apply_options,
     load,
     mask_of,
     module_of_block,
@@ -33,7 +34,9 @@ from punica_jax.pallas_kernels._page_tiles import (
 from punica_jax.pallas_kernels._pool import RANK_PAGE, LoraPool
 from punica_jax.pallas_kernels._segments import Segments
 from punica_jax.pallas_kernels._sgmv_config import (
+    JOINT_ROWS,
     TILES_AT_ONCE,
+    WINDOWED_ROWS,
     ExpandConfig,
     ShrinkConfig,
     expand_config,
@@ -44,22 +47,6 @@ from punica_jax.pallas_kernels._shrink_tile import (
     shrink_modules,
     window_rows,
 )
-
-# From so many rows on a program of the shrink takes a group of splits, and of several
-# modules all of them. 4096 to 4096 columns at rank 16 take 24.0 us so for 2048 rows,
-# and 25.7 with a program a split; for 512 rows 13.1 and 12.3 (one H200, both halves).
-# Of q, k and v's, and of gate and up's, each block of an expand then reads a quarter:
-# of 2048 rows of 4 adapters they take 47 and 64 us, not 52 and 72; one module's expand
-# has so few blocks that it saves nothing.
-_MANY_ROWS = 1024
-# From so many on it takes all splits of all modules, for x is more than the L2 holds:
-# of 8192 rows of 16 adapters q, k, v's shrink takes 35 us so, not 56, gate and up's 26,
-# not 40; of one module down's takes 52, not 57, and each expand 8 us less. Of 2048 rows
-# down's takes 34 us so, not 15.
-_JOINT_ROWS = 8192
-# And from so many on windows of tiles, of which there are as many as multiprocessors
-# take at once; see `_shrink_tile`. Of 8192 rows that gains nothing.
-_WINDOWED_ROWS = 16384
 
 # Of some columns, and which of them are there: begins to load what an adapter adds to
 # them, and returns what adds it to y.
@@ -92,19 +79,16 @@ def shrink(
       or of all. What an entry does not use is not written.
     """
     config = config or shrink_config(pool.d_in, pool.dtype)
-    # What many rows' tiles give, each block of an expand reads: the fewer the better.
-    part_size = 1
-    joint = segments.num_rows >= _JOINT_ROWS
-    windowed = segments.num_rows >= _WINDOWED_ROWS
-    if segments.num_rows >= _MANY_ROWS:
-        whole = joint or pool.num_modules > 1
-        part_size = config.splits if whole else config.group_size
+    joint = segments.num_rows >= JOINT_ROWS
+    windowed = segments.num_rows >= WINDOWED_ROWS
+    whole = joint or pool.num_modules > 1
+    part_size = config.part_size(segments.num_rows, whole=whole)
     num_parts = pl.cdiv(config.splits, part_size)
     num_programs = num_parts * (1 if joint else pool.num_modules)
     shape = (num_parts, segments.rows.size, pool.num_modules * pool.max_rank)
     return pallas_call(
         functools.partial(
-            _shrink_kernel,
+            shrink_kernel,
             num_programs=num_programs,
             block_rows=segments.block_rows,
             joint=joint,
@@ -123,7 +107,7 @@ def shrink(
     )(x, pool.a, *launch_tables(pool, segments), segments.slots)
 
 
-def _shrink_kernel(
+def shrink_kernel(
     x_ref,  # [rows, d_in]
     a_ref,  # [layers * pages, C, 16, d_in]
     page_table_ref,  # i32[slots, max_pages]
@@ -142,10 +126,14 @@ def _shrink_kernel(
     windowed: bool,  # and all tiles of its slot that begin in a window
     part_size: int,
     config: ShrinkConfig,
+    place: Array | None = None,  # of the program; where it is not the launch's own
+    stored: Callable[[Array], None] = lambda tile: None,
 ):
+    """Store one program's part of a tile's v, and call `stored` if there was any."""
     num_passes, num_tiles = tile_slot_ref.shape
+    place = pl.program_id(0) if place is None else place
     tile, program = place_of_program(
-        pl.program_id(0), num_passes * num_tiles, num_programs, TILES_AT_ONCE
+        place, num_passes * num_tiles, num_programs, TILES_AT_ONCE
     )
     number = 0
     if num_passes > 1:
@@ -184,6 +172,7 @@ def _shrink_kernel(
             part=part,
             part_size=part_size,
         )
+        stored(tile)
 
 
 def expand(
@@ -213,7 +202,7 @@ def expand(
         options = given(**every, residual=residual if is_last else None)
         y = pallas_call(
             functools.partial(
-                _expand_kernel,
+                expand_kernel,
                 option_names=tuple(options),
                 number=number,
                 block_rows=segments.block_rows,
@@ -235,7 +224,7 @@ def expand(
     return y
 
 
-def _expand_kernel(
+def expand_kernel(
     y_in_ref,  # [rows, d_out]
     v_ref,  # f32[splits, passes * rows, C * max_rank]
     b_ref,  # [layers * pages, 16, d_out]
@@ -254,11 +243,18 @@ def _expand_kernel(
     d_out_offsets: tuple[int, ...],
     programs: tuple[int, ...],  # of a tile, for each module
     config: ExpandConfig,
+    place: Array | None = None,
+    await_v: Callable[[Array], None] | None = None,
 ):
+    """Add one program's block of a tile's product to y.
+
+    Each program of a tile that has an adapter calls `await_v`, if there is one, once.
+    """
     options = dict(zip(option_names, refs[:-1], strict=True))
     y_ref = refs[-1]
+    place = pl.program_id(0) if place is None else place
     tile, program = place_of_program(
-        pl.program_id(0), tile_slot_ref.shape[1], sum(programs), TILES_AT_ONCE
+        place, tile_slot_ref.shape[1], sum(programs), TILES_AT_ONCE
     )
     slot = tile_slot_ref[number, tile]
     module, start, width, first = module_of_block(
@@ -270,6 +266,7 @@ def _expand_kernel(
     entry, live, row = tile_rows(
         rows_ref, tile_first_ref, tile_end_ref, number, tile, block_rows
     )
+    wait = functools.partial(await_v or (lambda _: None), tile)
     # An idle tile has work only where every row gets a residual.
     busy = slot >= 0
     if "residual" in options:
@@ -308,7 +305,7 @@ def _expand_kernel(
             add = begin(column, inside)
             y = load(y_in_ref.at[at], mask).astype(jnp.float32)
             loaded = {name: load_option(name) for name in options if name != "weights"}
-            out = _apply_options(add(y), loaded, slot)
+            out = apply_options(add(y), loaded, slot)
             plgpu.store(y_ref.at[at], out.astype(y_ref.dtype), mask=mask)
 
         def walk(begin: _Begin, *, unrolled: bool) -> None:
@@ -316,7 +313,11 @@ def _expand_kernel(
             walk_blocks(config.num_blocks, work, unrolled=unrolled)
 
         def add_lanes(lanes: PageLanes) -> None:
-            factor = begin_factor(lanes)
+            # v is waited for when B and y are on their way.
+            if await_v is None:
+                factor = begin_factor(lanes)
+            else:
+                factor = functools.cache(lambda: (wait(), begin_factor(lanes)())[1])
 
             def begin(column, inside):
                 product = page_product(lanes, factor, b_ref, column, inside)
@@ -328,6 +329,7 @@ def _expand_kernel(
             if (lanes := pages.whole()) is not None:
                 add_lanes(lanes)
             else:
+                wait()
                 walk(begin_pages, unrolled=False)
 
         def begin_pages(column, inside):
@@ -346,15 +348,5 @@ def _expand_kernel(
             pl.when(pages.count > 1)(add_several)
         if options.keys() - {"weights"}:
             pl.when(pages.count == 0)(lambda: walk(nothing, unrolled=False))
-
-
-def _apply_options(out: Array, loaded: dict[str, Array], slot: Array) -> Array:
-    """Scale, bias and residual of a tile of y; idle tiles get the residual alone."""
-    for name in ("scale", "bias"):
-        if name in loaded:
-            vector = loaded[name].astype(jnp.float32)[None, :]
-            changed = out * vector if name == "scale" else out + vector
-            out = jnp.where(slot >= 0, changed, out)
-    if "residual" in loaded:
-        out = out + loaded["residual"].astype(jnp.float32)
-    return out
+        if await_v is not None:
+            pl.when(pages.count == 0)(wait)

@@ -48,6 +48,23 @@ WINDOW_ROWS = 64
 MAX_JOINT_MODULES = 4
 
 
+# From so many rows on a program of the shrink takes a group of splits, and of several
+# modules all of them. 4096 to 4096 columns at rank 16 take 24.0 us so for 2048 rows,
+# and 25.7 with a program a split; for 512 rows 13.1 and 12.3 (one H200, both halves).
+# Of q, k and v's, and of gate and up's, each block of an expand then reads a quarter:
+# of 2048 rows of 4 adapters they take 47 and 64 us, not 52 and 72; one module's expand
+# has so few blocks that it saves nothing.
+_MANY_ROWS = 1024
+# From so many on it takes all splits of all modules, for x is more than the L2 holds:
+# of 8192 rows of 16 adapters q, k, v's shrink takes 35 us so, not 56, gate and up's 26,
+# not 40; of one module down's takes 52, not 57, and each expand 8 us less. Of 2048 rows
+# down's takes 34 us so, not 15.
+JOINT_ROWS = 8192
+# And from so many on windows of tiles, of which there are as many as multiprocessors
+# take at once; see `_shrink_tile`. Of 8192 rows that gains nothing.
+WINDOWED_ROWS = 16384
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ShrinkConfig:
     """`splits` cut d_in; each walks its `steps` blocks of `block_d` columns.
@@ -71,6 +88,15 @@ class ShrinkConfig:
     @property
     def num_groups(self) -> int:
         return pl.cdiv(self.splits, self.group_size)
+
+    def part_size(self, num_rows: int, *, whole: bool) -> int:
+        """Return the splits that one program sums: of many rows a group, or the whole.
+
+        What many rows' tiles give, each block of an expand reads: the fewer the better.
+        """
+        if num_rows < _MANY_ROWS:
+            return 1
+        return self.splits if whole else self.group_size
 
 
 def group_size(splits: int) -> int:

@@ -15,6 +15,7 @@ from punica_jax.pallas_kernels import (
     _project,
     _row_expand,
     _sgmv,
+    _sgmv_config,
     lora_gated,
     lora_linear,
     lora_normed,
@@ -603,12 +604,12 @@ def test_the_shrink_beside_the_base_is_that_of_its_own_launch(
     monkeypatch.setattr(_project, "MAX_ROOMY_ROWS", 0)
     _, halves = run(_project.project, x, weight, lora)
     # What a launch of many rows does.
-    monkeypatch.setattr(_sgmv, "_MANY_ROWS", 1)
+    monkeypatch.setattr(_sgmv_config, "_MANY_ROWS", 1)
     wide = segments_of(case, slots, implementation, block_rows=32)
     parts = run(shrink, x, case.pool, wide)
     assert len(parts) == (len(groups) if num_modules == 1 else 1)
     # And one of so many that its programs take all modules.
-    monkeypatch.setattr(_sgmv, "_JOINT_ROWS", 1)
+    monkeypatch.setattr(_sgmv, "JOINT_ROWS", 1)
     [whole] = run(shrink, x, case.pool, wide)
     # `jnp.sum` would have an order of its own.
     of_groups, of_parts = (functools.reduce(jnp.add, list(v)) for v in (groups, parts))

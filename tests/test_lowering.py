@@ -91,7 +91,7 @@ def names_with_segments(calls, rows, num_slots):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("rows", [1, 33])
+@pytest.mark.parametrize("rows", [1, 33, 97])
 def test_op(dtype, rows):
     pool = pack_adapters(jnp.zeros((3, 20, 40), dtype), jnp.zeros((3, 24, 20), dtype))
 
@@ -106,11 +106,12 @@ def test_op(dtype, rows):
         jnp.zeros((rows,), jnp.int32),
     )
     calls = lower(forward, *args)
-    assert names(calls) == ["segment_metadata", "lora_shrink", "lora_expand"]
+    products = ["lora_pair"] if rows <= 64 else ["lora_shrink", "lora_expand"]
+    assert names(calls) == ["segment_metadata", *products]
     for _, types in calls[1:]:
         # The rows' order and the tile tables are operands, not constants.
         assert f"tensor<1x{rows}xi32>" in types
-        tiles = 1 if rows == 1 else 5
+        tiles = {1: 1, 33: 5, 97: 9}[rows]
         assert types.count(f"tensor<1x{tiles}xi32>") >= 3
 
     def loss(y, x, pool, slots):

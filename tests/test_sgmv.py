@@ -6,7 +6,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from punica_jax.pallas_kernels import _sgmv, expand, lora, segment_metadata, shrink
+from punica_jax.pallas_kernels import (
+    _sgmv,
+    _sgmv_config,
+    expand,
+    lora,
+    segment_metadata,
+    shrink,
+)
 from punica_jax.pallas_kernels._launch import place_of_program
 from punica_jax.pallas_kernels._sgmv_config import add_splits
 from punica_jax.pallas_kernels.shapes import (
@@ -143,9 +150,9 @@ def test_programs_of_all_modules_are_those_of_each(dtype, implementation, monkey
         return np.asarray(jax.jit(function)(*operands, jnp.asarray(slots), weights))
 
     apart = run()
-    monkeypatch.setattr(_sgmv, "_MANY_ROWS", 1)
-    monkeypatch.setattr(_sgmv, "_JOINT_ROWS", 1)
-    monkeypatch.setattr(_sgmv, "_WINDOWED_ROWS", 1)
+    monkeypatch.setattr(_sgmv_config, "_MANY_ROWS", 1)
+    monkeypatch.setattr(_sgmv, "JOINT_ROWS", 1)
+    monkeypatch.setattr(_sgmv, "WINDOWED_ROWS", 1)
     np.testing.assert_array_equal(run(), apart)
 
 
@@ -179,9 +186,9 @@ def test_windows_of_tiles(block_rows, implementation, monkeypatch):
         return jnp.where(used, add_splits(list(v)), 0)
 
     apart = run()
-    monkeypatch.setattr(_sgmv, "_MANY_ROWS", 1)
-    monkeypatch.setattr(_sgmv, "_JOINT_ROWS", 1)
-    monkeypatch.setattr(_sgmv, "_WINDOWED_ROWS", 1)
+    monkeypatch.setattr(_sgmv_config, "_MANY_ROWS", 1)
+    monkeypatch.setattr(_sgmv, "JOINT_ROWS", 1)
+    monkeypatch.setattr(_sgmv, "WINDOWED_ROWS", 1)
     np.testing.assert_array_equal(run(), apart)
     assert jnp.abs(apart).max() > 0
 

@@ -1,0 +1,192 @@
+"""Shrink and expand of a few rows in one launch: less than the latency of two.
+
+A shrink's programs are the launch's first. Those of the expand look up their pages, and
+ask for B and y, while these still work; then they wait for their own tile's. A GPU
+begins programs in the order of their numbers, so whoever is waited for runs already
+(as a scan in one pass has it: Merrill and Garland, 2016). The sums and their order are
+those of two launches. Knows pools and segments as arrays; nothing of models.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from punica_jax.pallas_kernels import _sgmv
+from punica_jax.pallas_kernels._launch import given, pallas_call
+from punica_jax.pallas_kernels._pool import LoraPool
+from punica_jax.pallas_kernels._segments import Segments
+from punica_jax.pallas_kernels._sgmv_config import (
+    MAX_PROJECT_ROWS,
+    expand_config,
+    shrink_config,
+)
+
+# For a shrink two would do, and an expand to many columns has eight: 64 rows of 8
+# adapters to 4096 columns take 6.6 us so, with two 7.1, with eight 7.0; in two launches
+# 7.3 (one H100).
+_NUM_WARPS = 4
+# With 512, as an expand of its own has, 64 rows of 8 adapters to 11008 columns take 8.4
+# us, not 7.4, of 64 adapters 22.4, not 20.6; in two launches 9.2 and 20.5.
+_MAX_BLOCK_N = 256
+# A count for each tile, in a cache line of its own: 32 rows of 32 adapters take 8.9 us
+# so, and 9.8 with all counts side by side.
+_COUNT_STRIDE = 32
+# In a count, one program that waits; below it those are counted that are waited for.
+_WAITING = 1 << 16
+
+
+def fits(segments: Segments) -> bool:
+    """Whether one launch is the faster way; of static things.
+
+    Of 512 rows those of rank 16 take 5 to 12 % less so, to 4096 columns, and those of
+    rank 64 2 to 8 % more (one H100).
+    """
+    return segments.num_passes == 1 and segments.num_rows <= MAX_PROJECT_ROWS
+
+
+def shrink_and_expand(
+    y: Array, x: Array, pool: LoraPool, segments: Segments, *, interpret: bool = False
+) -> Array:
+    """Launch what `_sgmv.shrink` and `_sgmv.expand` do, if it `fits`."""
+
+    @jax.custom_batching.custom_vmap
+    def launch(y, x, pool, segments):
+        return _launch(y, x, pool, segments, interpret)
+
+    @launch.def_vmap
+    def _(axis_size, in_batched, *operands):
+        # Programs of several batches must not count by the same tiles.
+        def two_launches(y, x, pool, segments):
+            v = _sgmv.shrink(x, pool, segments, interpret=interpret)
+            return _sgmv.expand(y, v, pool, segments, interpret=interpret)
+
+        axes = jax.tree.map(lambda batched: 0 if batched else None, list(in_batched))
+        return jax.vmap(two_launches, axes, axis_size=axis_size)(*operands), True
+
+    return launch(y, x, pool, segments)
+
+
+def _launch(
+    y: Array, x: Array, pool: LoraPool, segments: Segments, interpret: bool
+) -> Array:
+    max_pages, num_rows = pool.page_table.shape[1], segments.num_rows
+    shrinks = shrink_config(pool.d_in, pool.dtype)
+    expands = expand_config(pool.d_outs, pool.dtype, max_pages, num_rows)
+    block_n = min(expands.block_n, _MAX_BLOCK_N)
+    expands = dataclasses.replace(expands, block_n=block_n)
+    blocks = tuple(pl.cdiv(width, expands.num_columns) for width in pool.d_outs)
+    num_shrinks = shrinks.splits * pool.num_modules
+    v = jax.ShapeDtypeStruct(
+        (shrinks.splits, num_rows, pool.num_modules * pool.max_rank), jnp.float32
+    )
+    # Zeros, and again after each launch: the programs count by them in place. As no
+    # literal, which XLA might let others share.
+    counts = jnp.minimum(segments.tile_slot[0], -1) + 1
+    counts = jnp.broadcast_to(counts[:, None], (counts.size, _COUNT_STRIDE))
+    options = given(weights=segments.weights)
+    tables = _sgmv.launch_tables(pool, segments)
+    shrink = functools.partial(
+        _sgmv.shrink_kernel,
+        num_programs=num_shrinks,
+        block_rows=segments.block_rows,
+        joint=False,
+        windowed=False,
+        part_size=1,
+        config=shrinks,
+    )
+    expand = functools.partial(
+        _sgmv.expand_kernel,
+        option_names=tuple(options),
+        number=0,
+        block_rows=segments.block_rows,
+        d_outs=pool.d_outs,
+        d_out_offsets=pool.d_out_offsets,
+        programs=blocks,
+        config=expands,
+    )
+    return pallas_call(
+        functools.partial(
+            _kernel,
+            num_tables=len(tables),
+            shrink=shrink,
+            num_shrinks=num_shrinks,
+            expand=expand,
+            num_expands=sum(blocks),
+            interpret=interpret,
+        ),
+        out_shape=[jax.ShapeDtypeStruct(y.shape, y.dtype), v],
+        grid=(segments.num_tiles * (num_shrinks + sum(blocks)),),
+        input_output_aliases={0: 0},
+        compiler_params=plgpu.CompilerParams(
+            num_warps=_NUM_WARPS, num_stages=shrinks.num_stages
+        ),
+        interpret=interpret,
+        name="lora_pair",
+    )(y, x, pool.a, pool.b, counts, segments.slots, *tables, *options.values())[0]
+
+
+def _kernel(
+    y_in_ref,  # [rows, d_out]
+    x_ref,  # [rows, d_in]
+    a_ref,  # [layers * pages, C, 16, d_in]
+    b_ref,  # [layers * pages, 16, d_out]
+    counts_ref,  # i32[tiles, stride]
+    slots_ref,  # i32[passes, rows]
+    *refs,  # of `launch_tables`; the options; y_ref, and v_ref f32[splits, rows, ...]
+    num_tables: int,
+    shrink: Callable[..., None],
+    num_shrinks: int,  # programs of a tile
+    expand: Callable[..., None],
+    num_expands: int,
+    interpret: bool,
+):
+    tables, (*options, y_ref, v_ref) = refs[:num_tables], refs[num_tables:]
+    program = pl.program_id(0)
+    first_expand = counts_ref.shape[0] * num_shrinks
+
+    def stored(tile):
+        if not interpret:  # where a program has no threads that have to meet
+            plgpu.debug_barrier()
+        plgpu.atomic_add(counts_ref, (tile, jnp.int32(0)), jnp.int32(1))
+
+    def await_v(tile):
+        _await(counts_ref, tile, num_shrinks, num_expands)
+
+    @pl.when(program < first_expand)
+    def _():
+        own = x_ref, a_ref, *tables, slots_ref, v_ref
+        shrink(*own, place=program, stored=stored)
+
+    @pl.when(program >= first_expand)
+    def _():
+        own = y_in_ref, v_ref, b_ref, *tables, *options, y_ref
+        expand(*own, place=program - first_expand, await_v=await_v)
+
+
+def _await(counts_ref: Any, tile: Array, num_stored: int, num_waiting: int) -> None:
+    """Wait until so many programs have stored their part of a tile's v.
+
+    Whoever is the last to come sets the count to zero; who sees that goes on, too.
+    """
+    waiting = jnp.int32(_WAITING)
+    before = plgpu.atomic_add(counts_ref, (tile, jnp.int32(0)), waiting)
+
+    def too_few(count):
+        return (lax.rem(count, waiting) < num_stored) & (count >= waiting)
+
+    def look(count):
+        nothing = count - count  # a constant would be one of the loop's, and none may
+        return plgpu.atomic_add(counts_ref, (tile, nothing), nothing)
+
+    lax.while_loop(too_few, look, before + waiting)
+
+    @pl.when(lax.div(before, waiting) == num_waiting - 1)
+    def _():
+        plgpu.store(counts_ref.at[tile, jnp.int32(0)], jnp.int32(0))

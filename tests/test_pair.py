@@ -1,0 +1,132 @@
+"""A few rows' shrink and expand in one launch: the bits of two, whoever has what."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from punica_jax.pallas_kernels import _pair, _sgmv, lora, segment_metadata
+from punica_jax.pallas_kernels._sgmv_config import MAX_PROJECT_ROWS
+from tests.sgmv_cases import make_case
+from tests.warpgroup_cases import in_second_layer
+
+INTERPRET = "pallas_interpret"
+GPU = pytest.param("pallas_triton", marks=pytest.mark.gpu)
+BOTH = pytest.mark.parametrize("implementation", [INTERPRET, GPU])
+D_OUTS = (136, 72)
+# Modules without a page, with one and several; an adapter of nothing.
+RANKS = [[16, 16], [64, 5], [0, 33], [40, 0], [0, 0], [3, 64]]
+
+
+def operands_of(rows, *, dtype="bfloat16", d_outs=D_OUTS, ranks=RANKS, slots=None):
+    """Return y, x, a pool whose layer is the second of two, and the rows' slots."""
+    ranks = [own[: len(d_outs)] for own in ranks]
+    case = make_case(rows=rows, ranks=ranks, d_in=1096, d_outs=d_outs, dtype=dtype)
+    if slots is None:
+        slots = np.random.default_rng(rows).integers(-1, len(ranks), rows)
+    pool = in_second_layer(case.pool, first_count=1)
+    slots = jnp.asarray(slots, jnp.int32)
+    return jnp.asarray(case.y), jnp.asarray(case.x), pool, slots
+
+
+def segments_of(slots, implementation, weights=None, **options):
+    slots = slots if weights is None else slots[:, None]
+    return segment_metadata(
+        slots,
+        weights,
+        num_slots=len(RANKS),
+        implementation=implementation,
+        **options,
+    )
+
+
+def in_one(y, x, pool, segments, *, implementation):
+    interpret = implementation == INTERPRET
+    return _pair.shrink_and_expand(y, x, pool, segments, interpret=interpret)
+
+
+def in_two(y, x, pool, segments, *, implementation):
+    options = {"interpret": implementation == INTERPRET}
+    v = _sgmv.shrink(x, pool, segments, **options)
+    return _sgmv.expand(y, v, pool, segments, **options)
+
+
+def assert_same(actual, expected):
+    np.testing.assert_array_equal(np.float32(actual), np.float32(expected))
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("rows", [1, 21, MAX_PROJECT_ROWS])
+def test_bits_are_those_of_two_launches(rows, dtype, implementation):
+    y, x, pool, slots = operands_of(rows, dtype=dtype)
+    segments = segments_of(slots, implementation)
+    assert _pair.fits(segments)
+    run = functools.partial(lora, implementation=implementation)
+    actual = jax.jit(run)(y, x, pool, segments)
+    assert_same(actual, in_two(y, x, pool, segments, implementation=implementation))
+    assert not np.array_equal(actual, y) or rows == 1
+
+
+@BOTH
+@pytest.mark.parametrize("slots", [[-1] * 19, [4] * 19, [1] * 40, list(range(6)) * 4])
+def test_whoever_shares_what(slots, implementation):
+    y, x, pool, slots = operands_of(len(slots), slots=slots)
+    segments = segments_of(slots, implementation)
+    operands = y, x, pool, segments
+    actual = in_one(*operands, implementation=implementation)
+    assert_same(actual, in_two(*operands, implementation=implementation))
+
+
+@BOTH
+@pytest.mark.parametrize("d_outs", [(136,), (1024, 136)])
+def test_weights_and_tiles_of_many_rows(d_outs, implementation):
+    y, x, pool, slots = operands_of(33, d_outs=d_outs)
+    weights = jnp.linspace(0.5, 2, 33, dtype=jnp.float32)[:, None]
+    segments = segments_of(slots, implementation, weights, block_rows=32)
+    operands = y, x, pool, segments
+    actual = in_one(*operands, implementation=implementation)
+    assert_same(actual, in_two(*operands, implementation=implementation))
+
+
+@BOTH
+def test_launches_of_one_program_share_their_segments(implementation):
+    y, x, pool, slots = operands_of(21)
+    several = [dataclasses.replace(pool, b=pool.b * scale) for scale in (1, 2, -3)]
+
+    @functools.partial(jax.jit, static_argnames="launch")
+    def run(y, x, pools, slots, launch):
+        segments = segments_of(slots, implementation)
+        add = functools.partial(launch, implementation=implementation)
+        apart = [add(y, x, pool, segments) for pool in pools]
+        for pool in pools * 2:
+            y = add(y, x, pool, segments)
+        return [*apart, y]
+
+    expected = run(y, x, several, slots, in_two)
+    for _ in range(20 if implementation == "pallas_triton" else 1):
+        actual = run(y, x, several, slots, in_one)
+        for own, other in zip(actual, expected, strict=True):
+            assert_same(own, other)
+
+
+@BOTH
+def test_batches_do_not_meet(implementation):
+    y, x, pool, slots = operands_of(21)
+    segments = segments_of(slots, implementation)
+    ys, xs = jnp.stack([y, y + 1, -y]), jnp.stack([x, -x, 2 * x])
+    run = functools.partial(in_one, implementation=implementation)
+    actual = jax.vmap(run, in_axes=(0, 0, None, None))(ys, xs, pool, segments)
+    assert_same(actual, [run(*own, pool, segments) for own in zip(ys, xs, strict=True)])
+
+
+def test_more_rows_take_two_launches():
+    fits = []
+    for rows in (MAX_PROJECT_ROWS, MAX_PROJECT_ROWS + 1):
+        segments = segments_of(jnp.zeros(rows, jnp.int32), "xla")
+        fits.append(_pair.fits(segments))
+    several = segment_metadata(jnp.zeros((4, 2), jnp.int32), num_slots=2)
+    assert (*fits, _pair.fits(several)) == (True, False, False)

@@ -40,6 +40,7 @@ _MAX_BLOCK_N = 256
 _COUNT_STRIDE = 32
 # In a count, one program that waits; below it those are counted that are waited for.
 _WAITING = 1 << 16
+_MAX_WAITING = 2**31 // _WAITING
 
 
 def fits(segments: Segments) -> bool:
@@ -83,6 +84,7 @@ def _launch(
     expands = dataclasses.replace(expands, block_n=block_n)
     blocks = tuple(pl.cdiv(width, expands.num_columns) for width in pool.d_outs)
     num_shrinks = shrinks.splits * pool.num_modules
+    assert num_shrinks < _WAITING and sum(blocks) < _MAX_WAITING, (num_shrinks, blocks)
     v = jax.ShapeDtypeStruct(
         (shrinks.splits, num_rows, pool.num_modules * pool.max_rank), jnp.float32
     )
@@ -182,11 +184,12 @@ def _await(counts_ref: Any, tile: Array, num_stored: int, num_waiting: int) -> N
         return (lax.rem(count, waiting) < num_stored) & (count >= waiting)
 
     def look(count):
-        nothing = count - count  # a constant would be one of the loop's, and none may
+        # Interpret mode refuses a loop that writes and has constants.
+        nothing = count - count
         return plgpu.atomic_add(counts_ref, (tile, nothing), nothing)
 
     lax.while_loop(too_few, look, before + waiting)
 
     @pl.when(lax.div(before, waiting) == num_waiting - 1)
     def _():
-        plgpu.store(counts_ref.at[tile, jnp.int32(0)], jnp.int32(0))
+        plgpu.atomic_min(counts_ref, (tile, jnp.int32(0)), jnp.int32(0))

@@ -312,12 +312,15 @@ def expand_kernel(
             work = functools.partial(add_block, begin)
             walk_blocks(config.num_blocks, work, unrolled=unrolled)
 
+        def begin_awaited(lanes: PageLanes) -> Callable[[], Array]:
+            def factor() -> Array:  # when B and y are on their way
+                wait()
+                return begin_factor(lanes)()
+
+            return functools.cache(factor)
+
         def add_lanes(lanes: PageLanes) -> None:
-            # v is waited for when B and y are on their way.
-            if await_v is None:
-                factor = begin_factor(lanes)
-            else:
-                factor = functools.cache(lambda: (wait(), begin_factor(lanes)())[1])
+            factor = (begin_factor if await_v is None else begin_awaited)(lanes)
 
             def begin(column, inside):
                 product = page_product(lanes, factor, b_ref, column, inside)

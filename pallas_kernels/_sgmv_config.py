@@ -47,7 +47,6 @@ WINDOW_ROWS = 64
 # Modules of which one program shrinks a page each, at most.
 MAX_JOINT_MODULES = 4
 
-
 # From so many rows on a program of the shrink takes a group of splits, and of several
 # modules all of them. 4096 to 4096 columns at rank 16 take 24.0 us so for 2048 rows,
 # and 25.7 with a program a split; for 512 rows 13.1 and 12.3 (one H200, both halves).

@@ -28,7 +28,7 @@ def lora(
 
     The adapters are packed into rank pages and the rows are sorted on every call: one
     copy of `a` and `b`. A server keeps a `LoraPool` and makes the segments once a step
-    instead.
+    instead. (How XLA may not be told to run few rows: see `pallas_kernels.lora`.)
 
     Args:
       y: base output; d_out a multiple of 8.

@@ -123,6 +123,80 @@ def test_batches_do_not_meet(implementation):
     assert_same(actual, [run(*own, pool, segments) for own in zip(ys, xs, strict=True)])
 
 
+def test_each_row_of_a_batch_has_segments_of_its_own():
+    y, x, pool, slots = operands_of(21)
+    many = jnp.stack([slots, slots[::-1], slots * 0])
+
+    def loss(x, slots):
+        segments = segments_of(slots, "xla")
+        out = lora(y, x, pool, segments, implementation=INTERPRET)
+        return jnp.square(out.astype(jnp.float32)).sum()
+
+    run = jax.value_and_grad(loss)
+    actual, gradients = jax.vmap(run, in_axes=(None, 0))(x, many)
+    for number, slots in enumerate(many):
+        expected, gradient = run(x, slots)
+        np.testing.assert_allclose(actual[number], expected, rtol=1e-6)
+        np.testing.assert_allclose(
+            np.float32(gradients[number]), np.float32(gradient), rtol=2e-2, atol=2e-2
+        )
+
+
+@pytest.mark.parametrize(
+    ("dtype", "d_outs", "ranks", "weighted"),
+    [
+        ("bfloat16", D_OUTS, RANKS, False),
+        ("bfloat16", D_OUTS, [[5, 16]] * 6, True),
+        ("float32", (136,), RANKS, True),
+        ("bfloat16", (136,), [[128], [16], [0], [100], [33], [17]], False),
+    ],
+)
+def test_counts_are_zeros_again(monkeypatch, dtype, d_outs, ranks, weighted):
+    """Whoever waits does so once, or a count would stay, and the next launch err."""
+    y, x, pool, slots = operands_of(40, dtype=dtype, d_outs=d_outs, ranks=ranks)
+    weights = jnp.linspace(0.5, 2, 40)[:, None] if weighted else None
+    segments = segments_of(slots, "xla", weights)
+    call, seen = _pair.pallas_call, []
+
+    def call_and_look(kernel, *, out_shape, input_output_aliases, **options):
+        def counting(*refs):
+            *refs, counts_ref = refs
+            kernel(*refs[:4], counts_ref, *refs[5:])
+
+        def run(*operands):
+            counts = jax.ShapeDtypeStruct(operands[4].shape, jnp.int32)
+            run = call(
+                counting,
+                out_shape=[*out_shape, counts],
+                input_output_aliases=input_output_aliases | {4: len(out_shape)},
+                **options,
+            )
+            *outs, counts = run(*operands)
+            seen.append(np.asarray(counts))
+            return outs
+
+        return run
+
+    monkeypatch.setattr(_pair, "pallas_call", call_and_look)
+    actual = _pair._launch(y, x, pool, segments, interpret=True)
+    assert_same(actual, in_two(y, x, pool, segments, implementation=INTERPRET))
+    [counts] = seen
+    assert counts.shape[0] == segments.num_tiles and not counts.any()
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("d_outs", "ranks"),
+    [((11008,), [[16]] * 6), ((136,), [[128], [16], [0], [100], [33], [17]])],
+)
+def test_wide_modules_and_many_pages(d_outs, ranks, implementation):
+    y, x, pool, slots = operands_of(12, d_outs=d_outs, ranks=ranks)
+    segments = segments_of(slots, implementation)
+    operands = y, x, pool, segments
+    actual = in_one(*operands, implementation=implementation)
+    assert_same(actual, in_two(*operands, implementation=implementation))
+
+
 def test_more_rows_take_two_launches():
     fits = []
     for rows in (MAX_PROJECT_ROWS, MAX_PROJECT_ROWS + 1):

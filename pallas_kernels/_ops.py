@@ -27,8 +27,8 @@ from punica_jax.pallas_kernels._operands import (
 from punica_jax.pallas_kernels._pool import RANK_PAGE, LoraPool
 from punica_jax.pallas_kernels._segments import (
     DEFAULT_BLOCK_ROWS,
-    MAX_KERNEL_ROWS,
     Segments,
+    fits_kernel,
     segment_metadata_kernel,
 )
 from punica_jax.pallas_kernels._sgmv_config import add_splits
@@ -52,8 +52,8 @@ def segment_metadata(
       block_rows: most rows of a tile, a power of two, at least 16. It chooses speed
         only: a row's result does not depend on it. The XLA form always takes 16, for
         XLA's products on a CPU sum in an order that depends on their shape.
-      implementation: see `resolve`. Beyond 8192 rows the kernel gives way to XLA's
-        sort.
+      implementation: see `resolve`. Beyond 8192 rows, or 524288 pairs of a row and a
+        slot, the kernel gives way to XLA's sort.
 
     Returns:
       The rows sorted by slot and cut into tiles; a pytree of fixed shapes.
@@ -83,7 +83,7 @@ def segment_metadata(
     slots = jnp.atleast_2d(as_slots(slots, num_slots).T)
     if implementation == "xla":
         block_rows = DEFAULT_BLOCK_ROWS
-    if implementation == "xla" or slots.shape[1] > MAX_KERNEL_ROWS:
+    if implementation == "xla" or not fits_kernel(slots.shape[1], num_slots):
         segments = reference.segment_metadata(
             slots, num_slots=num_slots, block_rows=block_rows
         )

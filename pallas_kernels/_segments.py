@@ -20,9 +20,12 @@ from punica_jax.pallas_kernels._launch import pallas_call
 # up, q, k and v, down's shrink), with 32 rows 78, 71, 18.5 (one H200). Of 16384 rows
 # a program of the shrink takes several of one adapter: `_shrink_tile`.
 DEFAULT_BLOCK_ROWS = 16
-# The kernel compares all pairs of rows, which in the end must lose to a sort: XLA's and
-# what follows it take 0.1 ms of a step of 16384 rows, 350 ms (a 7B on one H200).
-MAX_KERNEL_ROWS = 8192
+# The kernel compares all pairs of rows, and rows with slots, which in the end must lose
+# to a sort: XLA's and what follows it take 0.1 ms of a step of 16384 rows, 350 ms (a 7B
+# on one H200). 8192 rows and 33 slots take the kernel 86 us, 256 slots 262, 2048 rows
+# and 256 slots 31 (one H100).
+_MAX_ROWS = 8192
+_MAX_PAIRS = 1 << 19  # of a row and a slot
 # Rows that one program places, and rows that it compares them with at a time.
 _PLACED_ROWS = 16
 _COMPARED_ROWS = 128
@@ -87,13 +90,18 @@ def max_tiles(rows: int, num_slots: int, block_rows: int) -> int:
     return segments + (rows - segments) // block_rows
 
 
+def fits_kernel(rows: int, num_slots: int) -> bool:
+    """Whether the kernel groups so many rows faster than a sort does."""
+    return rows <= _MAX_ROWS and rows * num_slots <= _MAX_PAIRS
+
+
 def segment_metadata_kernel(
     slots: Array, *, num_slots: int, block_rows: int, interpret: bool = False
 ) -> Segments:
     """Build `Segments`, without weights, in one launch.
 
     Args:
-      slots: `i32[passes, rows]`, rows at most 8192.
+      slots: `i32[passes, rows]`, as many as `fits_kernel` allows.
     """
     passes, rows = slots.shape
     tiles = max_tiles(rows, num_slots, block_rows)
@@ -165,20 +173,25 @@ def _metadata_kernel(
     counts = jax.lax.fori_loop(0, steps, count, (zero, zero, zero))
     before, same_before, same = (part.sum(axis=1) for part in counts)
 
+    # Of few rows more slots at a time, for each time waits for a sum across threads.
+    counted = _COMPARED_ROWS if steps == 1 else _PLACED_ROWS
+    counted = min(counted, max(16, pl.next_power_of_2(num_slots)))
+
     def add_tiles(chunk, total):
         """Add the tiles of some slots to those of the rows of later ones."""
-        slot = chunk * _PLACED_ROWS + jnp.arange(_PLACED_ROWS, dtype=jnp.int32)
+        slot = chunk * counted + jnp.arange(counted, dtype=jnp.int32)
 
         def count_rows(step, sums):
             other = step * compared + jnp.arange(compared, dtype=jnp.int32)
             return sums + (keys_at(other)[None, :] == slot[:, None]).astype(jnp.int32)
 
-        size = jax.lax.fori_loop(0, steps, count_rows, zero).sum(axis=1)
+        init = jnp.zeros((counted, compared), jnp.int32)
+        size = jax.lax.fori_loop(0, steps, count_rows, init).sum(axis=1)
         needed = jax.lax.div(size + (block_rows - 1), jnp.int32(block_rows))
         return total + jnp.where(slot[None, :] < key[:, None], needed[None, :], 0)
 
-    chunks = pl.cdiv(num_slots, _PLACED_ROWS)
-    none = jnp.zeros((_PLACED_ROWS, _PLACED_ROWS), jnp.int32)
+    chunks = pl.cdiv(num_slots, counted)
+    none = jnp.zeros((_PLACED_ROWS, counted), jnp.int32)
     first_tile = jax.lax.fori_loop(0, chunks, add_tiles, none).sum(axis=1)
     live = index < rows
 

@@ -123,11 +123,17 @@ def test_op(dtype, rows):
 
 
 def test_metadata_of_many_rows_is_xlas():
-    def build(slots):
-        return segment_metadata(slots, num_slots=3, implementation="pallas_triton")
+    def launches(rows, num_slots):
+        def build(slots):
+            kernels = {"implementation": "pallas_triton"}
+            return segment_metadata(slots, num_slots=num_slots, **kernels)
 
-    assert names(lower(build, jnp.zeros((8192,), jnp.int32))) == ["segment_metadata"]
-    assert lower(build, jnp.zeros((8193,), jnp.int32)) == []
+        return names(lower(build, jnp.zeros((rows,), jnp.int32)))
+
+    for rows, num_slots in ((8192, 3), (8192, 64), (524, 1000)):
+        assert launches(rows, num_slots) == ["segment_metadata"]
+    for rows, num_slots in ((8193, 3), (8192, 65), (525, 1000)):
+        assert launches(rows, num_slots) == []
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])

@@ -83,10 +83,7 @@ def _interprets() -> bool:
 def launch_ours(y, rows, page_table, x, pool: LoraPool, segments: Segments) -> Array:
     """Run what `lora` launches on one set's rows of all sets' `x` and `y`."""
     pool, segments = _of_set(rows, page_table, pool, segments)
-    if _pair.fits(segments):
-        return _pair.shrink_and_expand(y, x, pool, segments, interpret=_interprets())
-    v = _sgmv.shrink(x, pool, segments, interpret=_interprets())
-    return _sgmv.expand(y, v, pool, segments, interpret=_interprets())
+    return _pair.shrink_and_expand(y, x, pool, segments, interpret=_interprets())
 
 
 def launch_ours_rows(y, rows, page_table, x, pool: LoraPool, segments: Segments):

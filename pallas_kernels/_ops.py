@@ -227,7 +227,7 @@ def lora(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _lora(implementation, y, x, pool, segments):
-    if implementation != "xla" and _pair.fits(segments):
+    if implementation != "xla":
         interpret = implementation == "pallas_interpret"
         return _pair.shrink_and_expand(y, x, pool, segments, interpret=interpret)
     v = shrink(x, pool, segments, implementation=implementation)

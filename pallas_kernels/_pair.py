@@ -55,23 +55,23 @@ def fits(segments: Segments) -> bool:
 def shrink_and_expand(
     y: Array, x: Array, pool: LoraPool, segments: Segments, *, interpret: bool = False
 ) -> Array:
-    """Launch what `_sgmv.shrink` and `_sgmv.expand` do, if it `fits`."""
+    """Launch shrink and expand: at once if that `fits`, else one after the other."""
+
+    def in_two(y, x, pool, segments):
+        v = _sgmv.shrink(x, pool, segments, interpret=interpret)
+        return _sgmv.expand(y, v, pool, segments, interpret=interpret)
 
     @jax.custom_batching.custom_vmap
-    def launch(y, x, pool, segments):
+    def in_one(y, x, pool, segments):
         return _launch(y, x, pool, segments, interpret)
 
-    @launch.def_vmap
+    @in_one.def_vmap
     def _(axis_size, in_batched, *operands):
         # Programs of several batches must not count by the same tiles.
-        def two_launches(y, x, pool, segments):
-            v = _sgmv.shrink(x, pool, segments, interpret=interpret)
-            return _sgmv.expand(y, v, pool, segments, interpret=interpret)
-
         axes = jax.tree.map(lambda batched: 0 if batched else None, list(in_batched))
-        return jax.vmap(two_launches, axes, axis_size=axis_size)(*operands), True
+        return jax.vmap(in_two, axes, axis_size=axis_size)(*operands), True
 
-    return launch(y, x, pool, segments)
+    return (in_one if fits(segments) else in_two)(y, x, pool, segments)
 
 
 def _launch(

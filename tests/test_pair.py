@@ -10,6 +10,7 @@ import pytest
 
 from punica_jax.pallas_kernels import _pair, _sgmv, lora, segment_metadata
 from punica_jax.pallas_kernels._sgmv_config import MAX_PROJECT_ROWS
+from tests.attention_cases import assert_same
 from tests.sgmv_cases import make_case
 from tests.warpgroup_cases import in_second_layer
 
@@ -56,8 +57,10 @@ def in_two(y, x, pool, segments, *, implementation):
     return _sgmv.expand(y, v, pool, segments, **options)
 
 
-def assert_same(actual, expected):
-    np.testing.assert_array_equal(np.float32(actual), np.float32(expected))
+def check_bits(y, x, pool, segments, implementation):
+    operands = y, x, pool, segments
+    actual = in_one(*operands, implementation=implementation)
+    assert_same(actual, in_two(*operands, implementation=implementation))
 
 
 @BOTH
@@ -87,9 +90,7 @@ def test_bits_are_those_of_two_launches(rows, dtype, implementation):
 def test_whoever_shares_what(slots, implementation):
     y, x, pool, slots = operands_of(len(slots), slots=slots)
     segments = segments_of(slots, implementation)
-    operands = y, x, pool, segments
-    actual = in_one(*operands, implementation=implementation)
-    assert_same(actual, in_two(*operands, implementation=implementation))
+    check_bits(y, x, pool, segments, implementation)
 
 
 @GRID_BOTH
@@ -98,9 +99,7 @@ def test_weights_and_tiles_of_many_rows(d_outs, implementation):
     y, x, pool, slots = operands_of(33, d_outs=d_outs)
     weights = jnp.linspace(0.5, 2, 33, dtype=jnp.float32)[:, None]
     segments = segments_of(slots, implementation, weights, block_rows=32)
-    operands = y, x, pool, segments
-    actual = in_one(*operands, implementation=implementation)
-    assert_same(actual, in_two(*operands, implementation=implementation))
+    check_bits(y, x, pool, segments, implementation)
 
 
 @BOTH
@@ -131,7 +130,8 @@ def test_batches_do_not_meet(implementation):
     ys, xs = jnp.stack([y, y + 1, -y]), jnp.stack([x, -x, 2 * x])
     run = functools.partial(in_one, implementation=implementation)
     actual = jax.vmap(run, in_axes=(0, 0, None, None))(ys, xs, pool, segments)
-    assert_same(actual, [run(*own, pool, segments) for own in zip(ys, xs, strict=True)])
+    alone = [run(*own, pool, segments) for own in zip(ys, xs, strict=True)]
+    assert_same(actual, jnp.stack(alone))
 
 
 @pytest.mark.grid
@@ -204,9 +204,7 @@ def test_counts_are_zeros_again(monkeypatch, dtype, d_outs, ranks, weighted):
 def test_wide_modules_and_many_pages(d_outs, ranks, implementation):
     y, x, pool, slots = operands_of(12, d_outs=d_outs, ranks=ranks)
     segments = segments_of(slots, implementation)
-    operands = y, x, pool, segments
-    actual = in_one(*operands, implementation=implementation)
-    assert_same(actual, in_two(*operands, implementation=implementation))
+    check_bits(y, x, pool, segments, implementation)
 
 
 def test_more_rows_take_two_launches():

@@ -27,7 +27,7 @@ class LoraPool:
 
     Rank `16 p + i` of slot `s` lives in lane `i` of page `page_table[s, p]`, for all
     `C` modules of the group. Module `c` of slot `s` uses its first `num_pages[s, c]`
-    pages; what lies beyond is never read. Lanes past the true rank are zeros.
+    pages; what lies beyond never counts. Lanes past the true rank are zeros.
 
     The arrays may hold the pages of several layers, one layer's after the other's, all
     under one page table: every array that a program takes costs the host 1.5 us a

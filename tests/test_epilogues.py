@@ -12,6 +12,7 @@ import pytest
 from punica_jax.pallas_kernels import (
     RANK_PAGE,
     Norm,
+    _fused,
     _project,
     _row_expand,
     _sgmv,
@@ -260,7 +261,8 @@ def few_rows(form, slots, implementation):
         "gated": (width, width),
         "rotary": (2 * width, width, width),
     }.get(form, (width,))
-    ranks = [[16] * len(d_outs), [8, 40, 16][: len(d_outs)], [5] * len(d_outs)]
+    n = len(d_outs)
+    ranks = [[16] * n, [8, 40, 16][:n], [5] * n, [0] * n]
     case = make_case(rows=rows, ranks=ranks, d_in=40, d_outs=d_outs, dtype="bfloat16")
     segments = segments_of(case, np.asarray(slots, np.int32), implementation)
     tables = jax.random.normal(jax.random.key(0), (2, rows, 128), jnp.float32)
@@ -327,6 +329,26 @@ def test_rows_are_bitwise_the_same_in_one_program(form, implementation, monkeypa
 
     jax.tree.map(np.testing.assert_array_equal, run(99), run(1))
     assert chosen == [1, 4]
+
+
+@pytest.mark.parametrize("implementation", ["pallas_interpret", GPU])
+@pytest.mark.parametrize(
+    "form", ["gated", pytest.param("rotary", marks=pytest.mark.grid), "normed", "plain"]
+)
+def test_an_adapter_without_pages_is_none(form, implementation):
+    # Its table points nowhere, and its first page is asked for all the same.
+    own = few_rows(form, [3, 0, 3, 1], implementation)()
+    none = few_rows(form, [-1, 0, -1, 1], implementation)()
+    jax.tree.map(np.testing.assert_array_equal, own, none)
+    assert all(np.isfinite(np.float32(leaf)).all() for leaf in jax.tree.leaves(own))
+
+
+def test_pages_that_are_asked_for_are_there():
+    case = make_case(rows=3, ranks=[[0, 0], [8, 40]])
+    segments = segments_of(case, np.asarray([1, 0, -1], np.int32), "xla")
+    pages = _fused.Shrunk(jnp.zeros(()), case.pool, segments).row_operands[2]
+    assert (np.asarray(case.pool.page_table) >= len(case.pool.b)).any()
+    assert (np.asarray(pages) >= 0).all() and (pages < len(case.pool.b)).all()
 
 
 @pytest.mark.parametrize("implementation", [GRID, GPU])

@@ -33,7 +33,7 @@ class GroupPools:
     Attributes:
       a: `[layers * pages, C, 16, d_in]`.
       b: `[layers * pages, 16, d_out_total]`, times the adapter's scale.
-      page_table: `i32[slots, max_pages]`.
+      page_table: `i32[slots, max_pages]`, -1 past a slot's pages.
       num_pages: `i32[layers * slots, C]`.
       d_outs: width of each of the `C` modules' outputs (static).
     """
@@ -61,7 +61,7 @@ class GroupPools:
         return cls(
             a=jnp.zeros((pages, modules, RANK_PAGE, d_in), dtype),
             b=jnp.zeros((pages, RANK_PAGE, sum(d_outs)), dtype),
-            page_table=jnp.zeros((num_slots, -(-max_rank // RANK_PAGE)), jnp.int32),
+            page_table=jnp.full((num_slots, -(-max_rank // RANK_PAGE)), -1, jnp.int32),
             num_pages=jnp.zeros((num_layers * num_slots, modules), jnp.int32),
             d_outs=d_outs,
         )
@@ -225,7 +225,7 @@ def slot_tables(
     tables: SlotTables = {}
     for group in MODULE_GROUPS:
         num_modules = len(pools.group(group).d_outs)
-        row = np.zeros(pools.max_pages, np.int32)
+        row = np.full(pools.max_pages, -1, np.int32)
         used = np.zeros((pools.num_layers, num_modules), np.int32)
         if pages is not None and counts is not None:
             row[: len(pages[group])] = pages[group]

@@ -86,8 +86,8 @@ class AdapterRows:
         known = first_row + self._entry
         counts = [load(num_pages_ref.at[known, c], self.live) for c in modules]
 
-        def page_of(index, mask):
-            return first + load(page_table_ref.at[self._entry, index], mask)
+        def look_up(index, mask):
+            return load(page_table_ref.at[self._entry, index], mask)
 
         # One module after the other: of two at once the compiler holds so much that not
         # all programs find room.
@@ -96,40 +96,44 @@ class AdapterRows:
             for n, (module, count) in enumerate(zip(modules, counts, strict=True)):
                 v_rank = (module * max_count + index) * RANK_PAGE
                 parts = self._load_v(v_rank, masks[n])
-                bs = [self._load_b(page, masks[n], at, inside) for at in columns[n]]
+                bs = [
+                    self._load_b(first + page, masks[n], at, inside)
+                    for at in columns[n]
+                ]
                 v, there = self._v_of(parts), (index < count)[:, None, None]
                 products = [(v * b.astype(jnp.float32)).sum(axis=0) for b in bs]
                 pairs = zip(sums[n], products, strict=True)
                 added.append([y + jnp.where(there, own, 0) for y, own in pairs])
             return added
 
-        # All rows' first page, had or not: its loads do not wait for the counts. (1 us
-        # of a layer's four launches; 32 rows of Llama-3.1-8B, one H100.)
-        page = page_of(0, self.live)
-        sums = add_page(jnp.int32(0), page, [self.live] * len(counts), sums)
+        # The first page is asked for before it is known which modules have it: its
+        # loads do not wait for the counts. (1 us of a layer's four launches; 32 rows of
+        # Llama-3.1-8B, one H100.)
+        page = look_up(0, self.live)
+        mask = mask_of(page.shape, page >= 0, self.live)
+        sums = add_page(jnp.int32(0), page, [mask] * len(counts), sums)
         if max_count == 1:
             return sums
         most = functools.reduce(jnp.maximum, counts).max()
 
         def add_further(index, sums):
             masks = [index < count for count in counts]
-            page = page_of(index, functools.reduce(jnp.logical_or, masks))
+            page = look_up(index, functools.reduce(jnp.logical_or, masks))
             return add_page(index, page, masks, sums)
 
         return lax.fori_loop(1, most, add_further, sums)
 
     def _load_b(
-        self, page: Array, mask: Array | None, column: Array, inside: Array | None
+        self, page: Array, mask: Array, column: Array, inside: Array | None
     ) -> Array:
         """Return `[16, rows, lanes, n]` of each row's page, or zeros."""
         rank = jnp.arange(RANK_PAGE, dtype=jnp.int32)[:, None, None, None]
+        page, asked = (array[None, :, None, None] for array in (page, mask))
         shape = (RANK_PAGE, self.row.size, *column.shape[1:])
-        mask = None if mask is None else mask[None, :, None, None]
-        mask = mask_of(shape, mask, None if inside is None else inside[None])
-        page = page[None, :, None, None]
-        return load(self._refs[1].at[page, rank, column[None]], mask)
+        there = mask_of(shape, asked, None if inside is None else inside[None])
+        return load(self._refs[1].at[page, rank, column[None]], there)
 
-    def _load_v(self, first: Any, mask: Array | None) -> list[Array]:
+    def _load_v(self, first: Any, mask: Array) -> list[Array]:
         """Return `f32[16, rows, 2]` of each group: v from a rank on, and zeros.
 
         So each lane of a row's warp loads one value of a group, and `_v_of` exchanges
@@ -140,14 +144,13 @@ class AdapterRows:
         shape = (RANK_PAGE, self.row.size, _LANES // RANK_PAGE)
         rank = jnp.arange(RANK_PAGE, dtype=jnp.int32)[:, None, None]
         half = jnp.arange(_LANES // RANK_PAGE, dtype=jnp.int32)[None, None, :]
-        mask = None if mask is None else mask[None, :, None]
-        mask = mask_of(shape, mask, half == 0)
+        there = mask_of(shape, mask[None, :, None], half == 0)
         entry, rank = (
             jnp.broadcast_to(array, shape)
             for array in (self._entry[None, :, None], first + rank)
         )
         groups = range(v_ref.shape[0])
-        return [load(v_ref.at[group, entry, rank], mask) for group in groups]
+        return [load(v_ref.at[group, entry, rank], there) for group in groups]
 
     def _v_of(self, parts: Sequence[Array]) -> Array:
         """Return `f32[16, rows, 1, 1]`, rounded as B is."""

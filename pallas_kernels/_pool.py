@@ -27,7 +27,8 @@ class LoraPool:
 
     Rank `16 p + i` of slot `s` lives in lane `i` of page `page_table[s, p]`, for all
     `C` modules of the group. Module `c` of slot `s` uses its first `num_pages[s, c]`
-    pages; what lies beyond never counts. Lanes past the true rank are zeros.
+    pages; what lies beyond may be read, but is never added. Lanes past the true rank
+    are zeros.
 
     The arrays may hold the pages of several layers, one layer's after the other's, all
     under one page table: every array that a program takes costs the host 1.5 us a
@@ -39,7 +40,8 @@ class LoraPool:
         scale, the group's modules one after the other along `d_out_total`. (At rank 64
         the expand is a tenth faster than with the 16 ranks last, at rank 16 as fast,
         and the gradient is the same product with A and B in each other's place.)
-      page_table: `i32[slots, max_pages]`.
+      page_table: `i32[slots, max_pages]`; anything past a slot's pages, and best
+        negative, which spares a few rows' kernels a read.
       num_pages: `i32[slots, C]`, 0 where the adapter leaves the module alone.
       d_outs: width of each of the `C` modules' outputs (static).
       layer: `i32[1]`, where `a`, `b` and `num_pages` hold several layers; else None.

@@ -202,7 +202,10 @@ def _ask(
             step += 1
         return step
 
-    # The rest behind the first block: each copy takes the group 0.1 us.
+    # The rest behind the first block, whose memory is free: each copy takes the group
+    # 0.1 us.
+    assert cut.num_parts <= cut.num_stages, cut
+
     @pl.when(num_blocks > 0)
     def _():
         ask_block(jnp.int32(0), jnp.int32(0))

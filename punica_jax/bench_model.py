@@ -96,7 +96,7 @@ def set_ranks(pools: LoraPools, ranks: Sequence[int]) -> LoraPools:
     Their values are random whatever the rank: lanes past a rank count like others.
     """
     counts = np.asarray([num_rank_pages(rank) for rank in ranks], np.int32)
-    table = np.zeros((pools.num_slots, pools.max_pages), np.int32)
+    table = np.full((pools.num_slots, pools.max_pages), -1, np.int32)
     used = np.zeros(pools.num_slots, np.int32)
     used[: len(counts)] = counts
     ends = np.cumsum(counts)

@@ -75,7 +75,7 @@ def make_case(
     order = list(rng.permutation(num_pages))
     a_pages = np.full((num_pages, modules, 16, d_in), np.nan, np.float32)
     b_pages = np.full((num_pages, 16, sum(d_outs)), np.nan, np.float32)
-    # Entries past a slot's pages point nowhere: reading one would show.
+    # Entries past a slot's pages point nowhere: following one would show.
     table = np.full((len(ranks), max_rank // 16), 2**30, np.int32)
     counts = np.zeros((len(ranks), modules), np.int32)
     all_a, all_b = [], []

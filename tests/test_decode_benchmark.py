@@ -213,7 +213,7 @@ def test_ranks_take_the_pages_that_they_need(bench):
     pools = set_ranks(bench.pools, [8, 24])
     counts = pools.layer(0).qkv.layer_num_pages
     assert counts.tolist() == [[1] * 3, [2] * 3, [0] * 3]
-    assert pools.down.page_table[:2, :2].tolist() == [[0, 0], [1, 2]]
+    assert pools.down.page_table[:2, :2].tolist() == [[0, -1], [1, 2]]
     case = Case(rows=2, contexts=(50,), popularity="distinct", ranks=(8, 24))
     per_rank = bench.adapter_bytes([1]) / 4.3e12 * 1e3
     assert decode.pages_ms(bench, case) == pytest.approx(48 * per_rank)

@@ -33,6 +33,7 @@ from punica_jax.pallas_kernels._sgmv_config import (
     shrink_config,
 )
 from tests.sgmv_cases import TOLERANCE, make_case, slots_of
+from tests.warpgroup_cases import in_second_layer
 
 GPU = pytest.param("pallas_triton", marks=pytest.mark.gpu)
 GRID = pytest.param("pallas_interpret", marks=pytest.mark.grid)
@@ -254,8 +255,12 @@ def test_a_row_is_bitwise_the_same_alone(form, implementation):
         np.testing.assert_array_equal(run(np.array([row]))[0], together[row])
 
 
-def few_rows(form, slots, implementation):
-    """Return what runs a form of the row expand, traced anew each time."""
+def few_rows(form, slots, implementation, place=lambda pool: pool):
+    """Return what runs a form of the row expand, traced anew each time.
+
+    Args:
+      place: gives another pool of the same adapters.
+    """
     width, rows = 256, len(slots)
     d_outs = {
         "gated": (width, width),
@@ -267,11 +272,11 @@ def few_rows(form, slots, implementation):
     segments = segments_of(case, np.asarray(slots, np.int32), implementation)
     tables = jax.random.normal(jax.random.key(0), (2, rows, 128), jnp.float32)
     kv_pages = jnp.zeros((2, rows, width // 128, PAGE_SIZE, 128), jnp.bfloat16)
-    place = jnp.arange(rows, dtype=jnp.int32)
+    row = jnp.arange(rows, dtype=jnp.int32)
     y = jnp.asarray(case.y)
     operands = jnp.asarray(case.x), no_weight(y, case.x)
     options = {"residual": y, "implementation": implementation}
-    lora = case.pool, segments
+    lora = place(case.pool), segments
     norm = Norm(weight=y[0], eps=1e-5)
 
     def step():
@@ -282,7 +287,7 @@ def few_rows(form, slots, implementation):
         if form == "plain":
             return lora_linear(*operands, lora, **options)
         return lora_rotary(
-            *operands, tuple(tables), kv_pages, place, place, lora, **options
+            *operands, tuple(tables), kv_pages, row, row, lora, **options
         )
 
     # Anew: what was traced with other blocks is not this.
@@ -312,8 +317,9 @@ def test_a_row_is_bitwise_the_same_in_blocks_of_any_width(
     "form", ["gated", pytest.param("rotary", marks=pytest.mark.grid), "normed", "plain"]
 )
 def test_rows_are_bitwise_the_same_in_one_program(form, implementation, monkeypatch):
-    # Two programs, the second not full; of several adapters each, and of none.
-    step = few_rows(form, [1, -1, 0, 1, 2, -1, 1], implementation)
+    # Two programs, the second not full; of several adapters each, of none, and of one
+    # without pages.
+    step = few_rows(form, [1, -1, 0, 1, 2, 3, 1], implementation)
     choose, chosen = _row_expand._rows_of_program, []
     assert [choose(num_rows) for num_rows in (1, 32, 33, 64)] == [1, 1, 4, 4]
 
@@ -343,12 +349,36 @@ def test_an_adapter_without_pages_is_none(form, implementation):
     assert all(np.isfinite(np.float32(leaf)).all() for leaf in jax.tree.leaves(own))
 
 
-def test_pages_that_are_asked_for_are_there():
-    case = make_case(rows=3, ranks=[[0, 0], [8, 40]])
-    segments = segments_of(case, np.asarray([1, 0, -1], np.int32), "xla")
-    pages = _fused.Shrunk(jnp.zeros(()), case.pool, segments).row_operands[2]
-    assert (np.asarray(case.pool.page_table) >= len(case.pool.b)).any()
-    assert (np.asarray(pages) >= 0).all() and (pages < len(case.pool.b)).all()
+@pytest.mark.parametrize("implementation", ["pallas_interpret", GPU])
+@pytest.mark.parametrize(
+    "form", ["gated", pytest.param("rotary", marks=pytest.mark.grid), "normed", "plain"]
+)
+def test_a_layer_among_others_is_as_alone(form, implementation):
+    place = functools.partial(in_second_layer, first_count=1)
+    options = form, [1, -1, 0, 3, 2], implementation
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        few_rows(*options)(),
+        few_rows(*options, place=place)(),
+    )
+
+
+@pytest.mark.parametrize(
+    "place", [lambda pool: pool, functools.partial(in_second_layer, first_count=1)]
+)
+def test_pages_that_are_asked_for_are_there(place):
+    case = make_case(rows=4, ranks=[[0, 0], [8, 40], [3, 0]])
+    table = case.pool.page_table.at[2, 1:].set(-7)
+    pool = dataclasses.replace(case.pool, page_table=table)
+    segments = segments_of(case, np.asarray([1, 0, -1, 2], np.int32), "xla")
+    placed = place(pool)
+    _, _, pages, *_ = _fused.Shrunk(jnp.zeros(()), placed, segments).row_operands
+    assert (np.asarray(table) >= len(case.pool.b)).any()
+    assert (pages < len(case.pool.b)).all()
+    by_row = dict(zip(segments.rows[0].tolist(), pages.tolist(), strict=True))
+    assert by_row[0] == np.asarray(table[1]).tolist()
+    assert by_row[3] == np.asarray(table[2]).tolist()
+    assert set(by_row[2]) == {-1}
 
 
 @pytest.mark.parametrize("implementation", [GRID, GPU])

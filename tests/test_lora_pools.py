@@ -243,8 +243,10 @@ def test_a_page_is_written_where_it_belongs_and_nowhere_else(tmp_path):
             np.testing.assert_array_equal(found[4], page[layer])
             assert page[layer].any() and not np.delete(found, 4, axis=0).any()
     for group in ("qkv", "o", "down"):
-        assert not any(leaf.any() for leaf in jax.tree.leaves(pools.group(group)))
-    assert not pools.gate_up.page_table.any()
+        own = pools.group(group)
+        assert not any(leaf.any() for leaf in (own.a, own.b, own.num_pages))
+        assert (own.page_table == -1).all()
+    assert (pools.gate_up.page_table == -1).all()
     assert not pools.gate_up.num_pages.any()
 
 
@@ -476,8 +478,8 @@ def test_slot_tables():
     }
     tables = slot_tables(pools, pages, counts)
     assert tables.keys() == MODULE_GROUPS.keys()
-    np.testing.assert_array_equal(tables["qkv"][0], [4, 2, 0])
+    np.testing.assert_array_equal(tables["qkv"][0], [4, 2, -1])
     np.testing.assert_array_equal(tables["gate_up"][1], counts["gate_up"])
     for row, used in slot_tables(pools).values():
         assert row.dtype == used.dtype == np.int32
-        assert not row.any() and not used.any()
+        assert (row == -1).all() and not used.any()

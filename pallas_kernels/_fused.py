@@ -61,13 +61,13 @@ class Shrunk:
         pages, 0.2 us of a launch. XLA makes them once for all layers of a pool.
         """
         pool, slots = self.pool, self.segments.slots
-        known = jnp.maximum(slots[0], 0)
+        known, has_adapter = jnp.maximum(slots[0], 0), slots[0] >= 0
         counts = pool.num_pages.reshape(-1, pool.num_slots, pool.num_modules)[:, known]
-        counts = jnp.where((slots[0] >= 0)[None, :, None], counts, 0)
+        counts = jnp.where(has_adapter[None, :, None], counts, 0)
         # A first page is asked for before the counts say that it is there: it must be
         # within bounds, or negative.
         pages = jnp.minimum(pool.page_table[known], pool.pages_per_layer - 1)
-        pages = jnp.where((slots[0] >= 0)[:, None], pages, -1)
+        pages = jnp.where(has_adapter[:, None], pages, -1)
         tables = pages, counts.reshape(-1, pool.num_modules)
         return self._with(*tables, pool.layer_index, self.segments.rows, slots)
 

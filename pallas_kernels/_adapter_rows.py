@@ -86,8 +86,8 @@ class AdapterRows:
         known = first_row + self._entry
         counts = [load(num_pages_ref.at[known, c], self.live) for c in modules]
 
-        def look_up(index, mask):
-            return load(page_table_ref.at[self._entry, index], mask)
+        def look_up(index):
+            return load(page_table_ref.at[self._entry, index], self.live)
 
         # One module after the other: of two at once the compiler holds so much that not
         # all programs find room.
@@ -109,31 +109,29 @@ class AdapterRows:
         # The first page is asked for before it is known which modules have it: its
         # loads do not wait for the counts. (1 us of a layer's four launches; 32 rows of
         # Llama-3.1-8B, one H100.)
-        page = look_up(0, self.live)
-        mask = mask_of(page.shape, page >= 0, self.live)
-        sums = add_page(jnp.int32(0), page, [mask] * len(counts), sums)
+        page = look_up(0)
+        asked = mask_of(page.shape, page >= 0, self.live)
+        sums = add_page(jnp.int32(0), page, [asked] * len(counts), sums)
         if max_count == 1:
             return sums
         most = functools.reduce(jnp.maximum, counts).max()
 
         def add_further(index, sums):
-            masks = [index < count for count in counts]
-            page = look_up(index, functools.reduce(jnp.logical_or, masks))
-            return add_page(index, page, masks, sums)
+            return add_page(index, look_up(index), [index < c for c in counts], sums)
 
         return lax.fori_loop(1, most, add_further, sums)
 
     def _load_b(
-        self, page: Array, mask: Array, column: Array, inside: Array | None
+        self, page: Array, there: Array, column: Array, inside: Array | None
     ) -> Array:
         """Return `[16, rows, lanes, n]` of each row's page, or zeros."""
         rank = jnp.arange(RANK_PAGE, dtype=jnp.int32)[:, None, None, None]
-        page, asked = (array[None, :, None, None] for array in (page, mask))
+        page, there = (array[None, :, None, None] for array in (page, there))
         shape = (RANK_PAGE, self.row.size, *column.shape[1:])
-        there = mask_of(shape, asked, None if inside is None else inside[None])
-        return load(self._refs[1].at[page, rank, column[None]], there)
+        mask = mask_of(shape, there, None if inside is None else inside[None])
+        return load(self._refs[1].at[page, rank, column[None]], mask)
 
-    def _load_v(self, first: Any, mask: Array) -> list[Array]:
+    def _load_v(self, first: Any, there: Array) -> list[Array]:
         """Return `f32[16, rows, 2]` of each group: v from a rank on, and zeros.
 
         So each lane of a row's warp loads one value of a group, and `_v_of` exchanges
@@ -144,13 +142,13 @@ class AdapterRows:
         shape = (RANK_PAGE, self.row.size, _LANES // RANK_PAGE)
         rank = jnp.arange(RANK_PAGE, dtype=jnp.int32)[:, None, None]
         half = jnp.arange(_LANES // RANK_PAGE, dtype=jnp.int32)[None, None, :]
-        there = mask_of(shape, mask[None, :, None], half == 0)
+        mask = mask_of(shape, there[None, :, None], half == 0)
         entry, rank = (
             jnp.broadcast_to(array, shape)
             for array in (self._entry[None, :, None], first + rank)
         )
         groups = range(v_ref.shape[0])
-        return [load(v_ref.at[group, entry, rank], there) for group in groups]
+        return [load(v_ref.at[group, entry, rank], mask) for group in groups]
 
     def _v_of(self, parts: Sequence[Array]) -> Array:
         """Return `f32[16, rows, 1, 1]`, rounded as B is."""

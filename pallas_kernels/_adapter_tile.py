@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
 
+from punica_jax.pallas_kernels._entries import tile_rows
 from punica_jax.pallas_kernels._page_tiles import (
     AdapterPages,
     PageLanes,
@@ -20,7 +21,6 @@ from punica_jax.pallas_kernels._page_tiles import (
     mask_of,
     page_factor,
     page_product,
-    tile_rows,
 )
 from punica_jax.pallas_kernels._pool import RANK_PAGE
 

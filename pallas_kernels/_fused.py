@@ -18,6 +18,7 @@ from jax.experimental.pallas import triton as plgpu
 from punica_jax.pallas_kernels import _sgmv
 from punica_jax.pallas_kernels._adapter_tile import AdapterTile
 from punica_jax.pallas_kernels._launch import pallas_call
+from punica_jax.pallas_kernels._lora_operands import launch_tables
 from punica_jax.pallas_kernels._page_tiles import (
     kv_places,
     mask_of,
@@ -51,7 +52,7 @@ class Shrunk:
     @property
     def operands(self) -> tuple[Array, ...]:
         """What a launch takes whose programs have a tile each."""
-        return self._with(*_sgmv.launch_tables(self.pool, self.segments))
+        return self._with(*launch_tables(self.pool, self.segments))
 
     @property
     def row_operands(self) -> tuple[Array, ...]:

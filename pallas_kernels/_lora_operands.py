@@ -1,4 +1,4 @@
-"""What the operands of adapters' products must be to each other.
+"""What the operands of adapters' products must be to each other, and launches take.
 
 Knows pools, segments and rows; nothing of what is computed.
 """
@@ -62,3 +62,14 @@ def check_operand(
                 f"{label} must be a multiple of 8 (16-byte loads), got {size}; "
                 "pad the module's weights"
             )
+
+
+def launch_tables(pool: LoraPool, segments: Segments) -> tuple[Array, ...]:
+    """Return where every launch looks up its pages and rows, in the kernels' order."""
+    return (
+        *pool.tables,
+        segments.rows,
+        segments.tile_slot,
+        segments.tile_first,
+        segments.tile_end,
+    )

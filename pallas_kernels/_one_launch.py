@@ -22,7 +22,7 @@ from punica_jax.pallas_kernels._launch import given, pallas_call, split_number
 from punica_jax.pallas_kernels._norm import NormedRows, row_scales
 from punica_jax.pallas_kernels._page_tiles import kv_places, load, mask_of, silu_product
 from punica_jax.pallas_kernels._project import product
-from punica_jax.pallas_kernels._sgmv_config import ProjectConfig, project_config
+from punica_jax.pallas_kernels._project_config import ProjectConfig, project_config
 
 
 def gated(

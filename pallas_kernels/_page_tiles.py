@@ -172,23 +172,6 @@ def _lanes_of(page: Array, index: Array | int) -> PageLanes:
     return PageLanes(page=page, lane=lane[:, None], rank=rank, used=None)
 
 
-def tile_rows(
-    rows_ref, tile_first_ref, tile_end_ref, number, tile, block_rows: int
-) -> tuple[Array, Array, Array]:
-    """Return a tile's entries, which are live, and their rows.
-
-    Dead lanes get addresses of their own past the end, for masked stores in interpret
-    mode write old values back.
-    """
-    num_rows = rows_ref.shape[1]
-    lane = jnp.arange(block_rows, dtype=jnp.int32)
-    entry = tile_first_ref[number, tile] + lane
-    live = entry < tile_end_ref[number, tile]
-    entry = jnp.where(live, entry, num_rows + lane)
-    row = load(rows_ref.at[number, entry], live)
-    return entry, live, jnp.where(live, row, num_rows + lane)
-
-
 def kv_places(
     page_ref: Any,  # i32[rows]
     offset_ref: Any,  # i32[rows]
@@ -198,7 +181,7 @@ def kv_places(
 ) -> tuple[Array, Array, Array]:
     """Return rows' KV pages, their places in these, and which have one.
 
-    Those without are apart from each other and from all pages: see `tile_rows`.
+    Those without are apart from each other and from all pages, as dead lanes' rows are.
     """
     page, offset = (load(ref.at[row], live) for ref in (page_ref, offset_ref))
     there = page < num_pages

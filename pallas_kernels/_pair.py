@@ -20,6 +20,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from punica_jax.pallas_kernels import _sgmv
 from punica_jax.pallas_kernels._launch import given, pallas_call
+from punica_jax.pallas_kernels._lora_operands import launch_tables
 from punica_jax.pallas_kernels._pool import LoraPool
 from punica_jax.pallas_kernels._segments import Segments
 from punica_jax.pallas_kernels._sgmv_config import (
@@ -93,7 +94,7 @@ def _launch(
     counts = jnp.minimum(segments.tile_slot[0], -1) + 1
     counts = jnp.broadcast_to(counts[:, None], (counts.size, _COUNT_STRIDE))
     options = given(weights=segments.weights)
-    tables = _sgmv.launch_tables(pool, segments)
+    tables = launch_tables(pool, segments)
     shrink = functools.partial(
         _sgmv.shrink_kernel,
         num_programs=num_shrinks,
@@ -168,7 +169,7 @@ def _kernel(
 
     @pl.when(program >= first_expand)
     def _():
-        own = y_in_ref, v_ref, b_ref, *tables, *options, y_ref
+        own = y_in_ref, v_ref, b_ref, *tables, slots_ref, *options, y_ref
         expand(*own, place=program - first_expand, await_v=await_v)
 
 

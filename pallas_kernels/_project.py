@@ -19,25 +19,24 @@ from jax.experimental.pallas import triton as plgpu
 
 from punica_jax.pallas_kernels import _project_warpgroups
 from punica_jax.pallas_kernels._dispatch import shared_bytes
+from punica_jax.pallas_kernels._entries import tile_rows
 from punica_jax.pallas_kernels._launch import given, pallas_call, split_number
+from punica_jax.pallas_kernels._lora_operands import launch_tables
 from punica_jax.pallas_kernels._norm import NormedRows, row_scales
 from punica_jax.pallas_kernels._page_tiles import (
     AdapterPages,
     dot,
     load,
     mask_of,
-    tile_rows,
 )
 from punica_jax.pallas_kernels._pool import RANK_PAGE, LoraPool
+from punica_jax.pallas_kernels._project_config import ProjectConfig, project_config
 from punica_jax.pallas_kernels._segments import Segments
-from punica_jax.pallas_kernels._sgmv import launch_tables
 from punica_jax.pallas_kernels._sgmv_config import (
     MAX_AT_ONCE,
     MAX_PROJECT_ROWS,
     MAX_ROOMY_ROWS,
-    ProjectConfig,
     ShrinkConfig,
-    project_config,
     shrink_config,
 )
 from punica_jax.pallas_kernels._shrink_tile import shrink_modules

@@ -13,12 +13,14 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from punica_jax.pallas_kernels._entries import leads_window, tile_rows, window_rows
 from punica_jax.pallas_kernels._launch import (
     given,
     pallas_call,
     place_of_program,
     split_number,
 )
+from punica_jax.pallas_kernels._lora_operands import launch_tables
 from punica_jax.pallas_kernels._page_tiles import (
     AdapterPages,
     PageLanes,
@@ -28,7 +30,6 @@ from punica_jax.pallas_kernels._page_tiles import (
     module_of_block,
     page_factor,
     page_product,
-    tile_rows,
     walk_blocks,
 )
 from punica_jax.pallas_kernels._pool import RANK_PAGE, LoraPool
@@ -42,26 +43,11 @@ from punica_jax.pallas_kernels._sgmv_config import (
     expand_config,
     shrink_config,
 )
-from punica_jax.pallas_kernels._shrink_tile import (
-    leads_window,
-    shrink_modules,
-    window_rows,
-)
+from punica_jax.pallas_kernels._shrink_tile import shrink_modules
 
 # Of some columns, and which of them are there: begins to load what an adapter adds to
 # them, and returns what adds it to y.
 _Begin = Callable[[Array, Array | None], Callable[[Array], Array]]
-
-
-def launch_tables(pool: LoraPool, segments: Segments) -> tuple[Array, ...]:
-    """Return where every launch looks up its pages and rows, in the kernels' order."""
-    return (
-        *pool.tables,
-        segments.rows,
-        segments.tile_slot,
-        segments.tile_first,
-        segments.tile_end,
-    )
 
 
 def shrink(
@@ -81,8 +67,11 @@ def shrink(
     config = config or shrink_config(pool.d_in, pool.dtype)
     joint = segments.num_rows >= JOINT_ROWS
     windowed = segments.num_rows >= WINDOWED_ROWS
-    whole = joint or pool.num_modules > 1
-    part_size = config.part_size(segments.num_rows, whole=whole)
+    part_size = config.part_size(
+        segments.num_rows,
+        whole=joint or pool.num_modules > 1,
+        windowed=_expand_config(pool, segments).windowed,
+    )
     num_parts = pl.cdiv(config.splits, part_size)
     num_programs = num_parts * (1 if joint else pool.num_modules)
     shape = (num_parts, segments.rows.size, pool.num_modules * pool.max_rank)
@@ -192,9 +181,7 @@ def expand(
     In a batch of several passes no launch meets a row twice, so the sums of a row's
     adapters have one order.
     """
-    config = config or expand_config(
-        pool.d_outs, pool.dtype, pool.page_table.shape[1], segments.num_rows
-    )
+    config = config or _expand_config(pool, segments)
     programs = tuple(pl.cdiv(width, config.num_columns) for width in pool.d_outs)
     every = {"weights": segments.weights, "scale": scale, "bias": bias}
     for number in range(segments.num_passes):
@@ -220,8 +207,16 @@ def expand(
             ),
             interpret=interpret,
             name="lora_expand",
-        )(y, v, pool.b, *launch_tables(pool, segments), *options.values())
+        )(
+            *(y, v, pool.b, *launch_tables(pool, segments), segments.slots),
+            *options.values(),
+        )
     return y
+
+
+def _expand_config(pool: LoraPool, segments: Segments) -> ExpandConfig:
+    max_pages = pool.page_table.shape[1]
+    return expand_config(pool.d_outs, pool.dtype, max_pages, segments.num_rows)
 
 
 def expand_kernel(
@@ -235,6 +230,7 @@ def expand_kernel(
     tile_slot_ref,  # i32[passes, tiles]
     tile_first_ref,  # i32[passes, tiles]
     tile_end_ref,  # i32[passes, tiles]
+    slots_ref,  # i32[passes, rows]
     *refs,  # the options: f32[passes, rows], 2 x [slots, d_out], [rows, d_out]; y_ref
     option_names: tuple[str, ...],
     number: int,
@@ -263,14 +259,16 @@ def expand_kernel(
     tables = page_table_ref, num_pages_ref, layer_ref
     pages = AdapterPages.of(tables, b_ref, slot, module, config.pages_at_once)
     # Before what waits for the slot: neither lookup waits for the other.
-    entry, live, row = tile_rows(
-        rows_ref, tile_first_ref, tile_end_ref, number, tile, block_rows
-    )
+    windowed = config.windowed
+    find, ends = (window_rows, slots_ref) if windowed else (tile_rows, tile_end_ref)
+    entry, live, row = find(rows_ref, tile_first_ref, ends, number, tile, block_rows)
     wait = functools.partial(await_v or (lambda _: None), tile)
     # An idle tile has work only where every row gets a residual.
     busy = slot >= 0
     if "residual" in options:
         busy = busy | (tile_end_ref[number, tile] > tile_first_ref[number, tile])
+    if windowed:
+        busy &= leads_window(tile_slot_ref, tile_first_ref, number, tile, block_rows)
 
     @pl.when(busy)
     def _():
@@ -294,7 +292,7 @@ def expand_kernel(
             inside = None if whole else (within < width)[None, :]
             column = start + within
             at = (row[:, None], column[None, :])
-            mask = mask_of((block_rows, column.size), live[:, None], inside)
+            mask = mask_of((row.size, column.size), live[:, None], inside)
 
             def load_option(name: str) -> Array:
                 if name == "residual":

@@ -1,4 +1,4 @@
-"""How products are cut into programs, and what is cut added: functions of sizes.
+"""How adapters' products are cut, and what is cut added: functions of sizes.
 
 Knows widths, pages and dtypes; nothing of kernels. The figures are of one H200,
 bfloat16, 64 rows of 64 adapters of rank 16 unless they say otherwise.
@@ -62,6 +62,8 @@ JOINT_ROWS = 8192
 # And from so many on windows of tiles, of which there are as many as multiprocessors
 # take at once; see `_shrink_tile`. Of 8192 rows that gains nothing.
 WINDOWED_ROWS = 16384
+# Of an expand's programs some take windows from so many on; see `expand_config`.
+_WINDOWED_EXPAND_ROWS = 512
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,13 +90,14 @@ class ShrinkConfig:
     def num_groups(self) -> int:
         return pl.cdiv(self.splits, self.group_size)
 
-    def part_size(self, num_rows: int, *, whole: bool) -> int:
+    def part_size(self, num_rows: int, *, whole: bool, windowed: bool) -> int:
         """Return the splits that one program sums: of many rows a group, or the whole.
 
         What many rows' tiles give, each block of an expand reads: the fewer the better.
+        A `windowed` one has no registers for all splits of its many rows.
         """
         if num_rows < _MANY_ROWS:
-            return 1
+            return self.group_size if windowed else 1
         return self.splits if whole else self.group_size
 
 
@@ -125,27 +128,19 @@ def add_splits(parts: Sequence[Array]) -> Array:
 class ExpandConfig:
     """`num_blocks` blocks of `block_n` columns of one module a program.
 
-    At most `pages_at_once` rank pages of its adapter are multiplied at once.
+    At most `pages_at_once` rank pages of its adapter are multiplied at once. A
+    `windowed` program takes all tiles of its adapter that begin in one window.
     """
 
     block_n: int
     num_warps: int
     num_blocks: int = 1
     pages_at_once: int = 1
+    windowed: bool = False
 
     @property
     def num_columns(self) -> int:
         return self.num_blocks * self.block_n
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class ProjectConfig:
-    """`block_n` columns a program, which walks d_in in blocks of `block_k`."""
-
-    block_n: int
-    block_k: int
-    num_warps: int
-    num_stages: int
 
 
 def shrink_config(d_in: int, dtype: Any) -> ShrinkConfig:
@@ -189,10 +184,18 @@ def expand_config(
     up to four: 8192 rows of 16 adapters take 41 us so, not 46, and to 11008 columns
     108, not 118; at rank 64 64, not 85; of rank 16 where others may have 64 44, not 46.
     (Four pages at once in one block: 48.)
+
+    Where adapters may have several pages and a module is wide, a program also takes a
+    window's tiles, for each block of B is 64 ranks: 512 rows of rank 64 to 11008
+    columns take 22 us so, shrink and expand, not 27, 2048 rows 55, not 62.
     """
     most = most_pages_at_once(dtype)
     pages_fit = max_pages <= most
-    pages_at_once = most
+    is_wide, pages_at_once = max(d_outs) > 8192, most
+    if 1 < max_pages <= most and is_wide and num_rows >= _WINDOWED_EXPAND_ROWS:
+        return ExpandConfig(
+            block_n=128, num_warps=8, num_blocks=4, pages_at_once=most, windowed=True
+        )
     if jnp.dtype(dtype).itemsize > 2:
         block_n, num_warps = 64, 2
     elif num_rows >= _WALKED_ROWS:
@@ -200,7 +203,7 @@ def expand_config(
         pages_at_once = most if pages_fit else 1
     elif num_rows > _FEW_ROWS:
         block_n, num_warps, pages_at_once = 256, 8, 1
-    elif max(d_outs) > 8192:
+    elif is_wide:
         block_n, num_warps = 512 if max_pages == 1 else 256, 8
     else:
         block_n, num_warps = 128, 4
@@ -287,66 +290,3 @@ def walked_blocks(num_rows: int, most: int) -> int:
       most: how many there are.
     """
     return min(4, most) if num_rows >= _WALKED_ROWS else 1
-
-
-def project_config(
-    d_in: int,
-    d_out: int,
-    dtype: Any,
-    shared_bytes: int,
-    *,
-    tile_rows: int,
-    shrinks: bool = False,
-) -> ProjectConfig:
-    """Choose the programs of a few rows' dense product.
-
-    What counts is how much of the weight is on its way: with one program for each of
-    132 multiprocessors, deep blocks; with several, shallower ones. 32 rows, with the
-    shrink of one adapter, against XLA's product alone: 4096 to 4096 columns 12.9 us
-    (11.4), to 12288 29.6 (31.0), to 22016 49.1 (48.9), 11008 to 4096 27.1 (29.5); a
-    single row 12.5 (12.3), 26.6 (38.2), 44.1 (49.2), 24.7 (36.2).
-
-    Programs of a shrink wait where those of the product fill the multiprocessors, idle
-    ones too; so where there are any, the product's are fewer or leave room. With 32
-    adapters, against the blocks that are best without: 4096 to 4096 columns 14.8 us
-    (16.4), to 6144 21.0 (25.2), to 12288 33.4 (35.7), 11008 to 4096 31.2 (34.9); of one
-    adapter 13.5 (14.0), 18.9 (23.0), 30.5 (30.1), 29.8 (27.3). What 64 rows load ahead
-    of 12288 and 22016 columns would take so much room that some programs wait: a layer
-    of 8 adapters takes 7 us less so. Of 28672 some wait in any case: blocks of 64 would
-    take it 11 us more.
-
-    Args:
-      d_in, d_out: the weight's.
-      dtype: of all operands.
-      shared_bytes: what a program may take.
-      tile_rows: the rows, up to a power of two; they choose how much it loads ahead.
-        (A block of 64 instead of 128 changed no bit of a result on a GPU.)
-      shrinks: whether programs of a shrink are in the grid.
-    """
-    if jnp.dtype(dtype).itemsize > 2:
-        block_n, block_k, num_stages = 32, 32, 3
-    elif d_out <= 4224 and d_in <= 5120 and shrinks:
-        block_n, block_k, num_stages = 32, 128, 6
-    elif d_out <= 4224:
-        block_n, block_k, num_stages = 32, 256, 4 if shrinks else 5
-    elif d_out <= 8192 and shrinks:
-        block_n, block_k, num_stages = 32, 128, 5
-    elif d_out <= 16384:
-        block_n, block_k = 64 if shrinks else 32, 128
-        num_stages = 3 if shrinks and tile_rows > MAX_ROOMY_ROWS else 4
-    elif tile_rows > MAX_ROOMY_ROWS and d_out <= 24576:
-        block_n, block_k, num_stages = 64, 64, 4
-    else:
-        block_n, block_k, num_stages = 64, 128, 3
-    block_n = min(block_n, max(16, pl.next_power_of_2(d_out)))
-    block_k = min(block_k, max(16, pl.next_power_of_2(d_in)))
-    # A block of the weight and one of the rows; or a rank page of each of
-    # `MAX_JOINT_MODULES`, and a tile.
-    values = max((block_n + tile_rows) * block_k, (64 + 16) * 128)
-    stage_bytes = values * jnp.dtype(dtype).itemsize
-    return ProjectConfig(
-        block_n=block_n,
-        block_k=block_k,
-        num_warps=4,
-        num_stages=max(2, min(num_stages, shared_bytes // stage_bytes)),
-    )

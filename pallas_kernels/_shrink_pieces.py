@@ -14,10 +14,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from punica_jax.pallas_kernels._launch import PROGRAM, split_number
+from punica_jax.pallas_kernels._lora_operands import launch_tables
 from punica_jax.pallas_kernels._page_tiles import layer_starts
 from punica_jax.pallas_kernels._pool import RANK_PAGE, LoraPool
 from punica_jax.pallas_kernels._segments import Segments
-from punica_jax.pallas_kernels._sgmv import launch_tables
 from punica_jax.pallas_kernels._sgmv_config import ShrinkConfig
 from punica_jax.pallas_kernels._shrink_cut import (
     FormMemory,

@@ -26,51 +26,8 @@ from punica_jax.pallas_kernels._page_tiles import (
 )
 from punica_jax.pallas_kernels._sgmv_config import (
     MAX_JOINT_MODULES,
-    WINDOW_ROWS,
     ShrinkConfig,
 )
-
-
-def leads_window(
-    tile_slot_ref: Any,  # i32[passes, tiles]
-    tile_first_ref: Any,  # i32[passes, tiles]
-    number: Array | int,
-    tile: Array,
-    block_rows: int,
-) -> Array:
-    """Return whether a tile is the first of its slot that begins in its window."""
-    size = max(WINDOW_ROWS, block_rows)
-    before = jnp.maximum(tile - 1, 0)
-    window, window_before = (
-        lax.div(tile_first_ref[number, one], size) for one in (tile, before)
-    )
-    slot, slot_before = (tile_slot_ref[number, one] for one in (tile, before))
-    return (tile == 0) | (slot != slot_before) | (window != window_before)
-
-
-def window_rows(
-    rows_ref: Any,  # i32[passes, rows]
-    tile_first_ref: Any,  # i32[passes, tiles]
-    slots_ref: Any,  # i32[passes, rows]
-    number: Array | int,
-    tile: Array,
-    block_rows: int,
-) -> tuple[Array, Array, Array]:
-    """Return what `tile_rows` does, of all tiles of a slot that begin in a window.
-
-    `tile` is the first of them; the last may end in the next window.
-    """
-    size = max(WINDOW_ROWS, block_rows)
-    first = tile_first_ref[number, tile]
-    slot = slots_ref[number, first]
-    num_tiles = pl.cdiv(size - lax.rem(first, size), block_rows)
-    num_rows, lane = rows_ref.shape[1], jnp.arange(size, dtype=jnp.int32)
-    entry = first + lane
-    inside = (lane < num_tiles * block_rows) & (entry < num_rows)
-    live = inside & (load(slots_ref.at[number, entry], inside) == slot)
-    entry = jnp.where(live, entry, num_rows + lane)
-    row = load(rows_ref.at[number, entry], live)
-    return entry, live, jnp.where(live, row, num_rows + lane)
 
 
 def shrink_modules(

@@ -25,11 +25,11 @@ from punica_jax.pallas_kernels import (
     rms_norm,
     segment_metadata,
 )
+from punica_jax.pallas_kernels._project_config import project_config
 from punica_jax.pallas_kernels._sgmv import shrink
 from punica_jax.pallas_kernels._sgmv_config import (
     MAX_PROJECT_ROWS,
     group_size,
-    project_config,
     shrink_config,
 )
 from tests.sgmv_cases import TOLERANCE, make_case, slots_of

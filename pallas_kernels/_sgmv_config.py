@@ -187,7 +187,8 @@ def expand_config(
 
     Where adapters may have several pages and a module is wide, a program also takes a
     window's tiles, for each block of B is 64 ranks: 512 rows of rank 64 to 11008
-    columns take 22 us so, shrink and expand, not 27, 2048 rows 55, not 62.
+    columns take 21 us so, shrink and expand, not 27, 2048 rows 53, not 62. Of rank 16
+    beside them 17.9, not 15.7, and 45, not 43.
     """
     most = most_pages_at_once(dtype)
     pages_fit = max_pages <= most

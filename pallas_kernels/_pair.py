@@ -169,7 +169,7 @@ def _kernel(
 
     @pl.when(program >= first_expand)
     def _():
-        own = y_in_ref, v_ref, b_ref, *tables, slots_ref, *options, y_ref
+        own = y_in_ref, v_ref, b_ref, *tables, *options, y_ref
         expand(*own, place=program - first_expand, await_v=await_v)
 
 

@@ -184,6 +184,8 @@ def expand(
     config = config or _expand_config(pool, segments)
     programs = tuple(pl.cdiv(width, config.num_columns) for width in pool.d_outs)
     every = {"weights": segments.weights, "scale": scale, "bias": bias}
+    if config.windowed:
+        every["slots"] = segments.slots
     for number in range(segments.num_passes):
         is_last = number == segments.num_passes - 1
         options = given(**every, residual=residual if is_last else None)
@@ -207,10 +209,7 @@ def expand(
             ),
             interpret=interpret,
             name="lora_expand",
-        )(
-            *(y, v, pool.b, *launch_tables(pool, segments), segments.slots),
-            *options.values(),
-        )
+        )(y, v, pool.b, *launch_tables(pool, segments), *options.values())
     return y
 
 
@@ -230,8 +229,9 @@ def expand_kernel(
     tile_slot_ref,  # i32[passes, tiles]
     tile_first_ref,  # i32[passes, tiles]
     tile_end_ref,  # i32[passes, tiles]
-    slots_ref,  # i32[passes, rows]
-    *refs,  # the options: f32[passes, rows], 2 x [slots, d_out], [rows, d_out]; y_ref
+    # The options: f32[passes, rows], 2 x [slots, d_out], i32[passes, rows], [rows,
+    # d_out]; y_ref.
+    *refs,
     option_names: tuple[str, ...],
     number: int,
     block_rows: int,
@@ -247,7 +247,7 @@ def expand_kernel(
     Each program of a tile that has an adapter calls `await_v`, if there is one, once.
     """
     options = dict(zip(option_names, refs[:-1], strict=True))
-    y_ref = refs[-1]
+    y_ref, slots_ref = refs[-1], options.pop("slots", None)
     place = pl.program_id(0) if place is None else place
     tile, program = place_of_program(
         place, tile_slot_ref.shape[1], sum(programs), TILES_AT_ONCE
@@ -259,7 +259,7 @@ def expand_kernel(
     tables = page_table_ref, num_pages_ref, layer_ref
     pages = AdapterPages.of(tables, b_ref, slot, module, config.pages_at_once)
     # Before what waits for the slot: neither lookup waits for the other.
-    windowed = config.windowed
+    windowed = slots_ref is not None
     find, ends = (window_rows, slots_ref) if windowed else (tile_rows, tile_end_ref)
     entry, live, row = find(rows_ref, tile_first_ref, ends, number, tile, block_rows)
     wait = functools.partial(await_v or (lambda _: None), tile)

@@ -8,7 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from punica_jax.pallas_kernels import _sgmv_config, lora, segment_metadata
+from punica_jax.pallas_kernels import (
+    _sgmv_config,
+    lora,
+    pack_adapters,
+    segment_metadata,
+)
+from punica_jax.pallas_kernels._segments import DEFAULT_BLOCK_ROWS, max_tiles
 from punica_jax.pallas_kernels._sgmv import expand, shrink
 from punica_jax.pallas_kernels._sgmv_config import (
     ExpandConfig,
@@ -16,6 +22,7 @@ from punica_jax.pallas_kernels._sgmv_config import (
     shrink_config,
 )
 from tests.sgmv_cases import TOLERANCE, make_case
+from tests.test_lowering import lower
 
 IMPLEMENTATIONS = [
     "pallas_interpret",
@@ -152,3 +159,24 @@ def test_only_wide_expands_of_many_rows_and_several_pages_take_windows():
     config = shrink_config(4096, jnp.bfloat16)
     parts = [config.part_size(512, whole=True, windowed=own) for own in (False, True)]
     assert parts == [1, config.group_size] and config.num_groups <= 4
+
+
+@pytest.mark.parametrize(
+    ("rank", "tables", "num_sums"), [(16, (1, 3), 8), (64, (2, 3), 4)]
+)
+def test_launches_of_lora_by_windows(rank, tables, num_sums):
+    rows, d_in, d_out = 512, 4096, 8200
+    shapes = (3, rank, d_in), (3, d_out, rank), (rows, d_out), (rows, d_in)
+    a, b, y, x = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)
+
+    def forward(y, x, a, b, slots):
+        segments = segment_metadata(slots, num_slots=3, implementation="pallas_triton")
+        pool = pack_adapters(a, b)
+        return lora(y, x, pool, segments, implementation="pallas_triton")
+
+    calls = lower(forward, y, x, a, b, jax.ShapeDtypeStruct((rows,), jnp.int32))
+    types = dict(calls)["lora_expand"]
+    sizes = rows, max_tiles(rows, 3, DEFAULT_BLOCK_ROWS)
+    # Windows are told from each row's slot; by tiles nothing else is read.
+    assert tuple(types.count(f"tensor<1x{n}xi32>") for n in sizes) == tables
+    assert f"tensor<{num_sums}x{rows}x{rank}xf32>" in types

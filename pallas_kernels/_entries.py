@@ -70,7 +70,7 @@ def window_rows(
     entry = jnp.where(inside, first + lane, outside)
     # Both at once: rows do not wait for the slots that say which of them are live.
     slot, row = (load(ref.at[number, entry], inside) for ref in (slots_ref, rows_ref))
-    # Of tiles that the rows did not need the first entry lies past the end.
+    # Where unused tiles begin is not said: it may be past the end.
     own = slots_ref[number, jnp.minimum(first, num_rows - 1)]
     live = inside & (slot == own)
     entry, row = (jnp.where(live, at, outside) for at in (entry, row))

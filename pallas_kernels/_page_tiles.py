@@ -1,4 +1,4 @@
-"""What the LoRA kernels' bodies share: rows, columns, an adapter's pages, KV places.
+"""What the LoRA kernels' bodies share: columns, an adapter's pages, KV places.
 
 Runs inside kernels only. Knows refs; nothing of launches.
 """
@@ -213,14 +213,14 @@ def page_factor(
     *,
     v_ref: Any,  # f32[splits, passes * rows, C * max_rank]
     dtype: Any,  # of B
-    entry: Array,  # i32[block_rows], of v
-    live: Array,  # bool[block_rows]
-    weight: Array | None,  # f32[block_rows]
+    entry: Array,  # i32[n], of v
+    live: Array,  # bool[n]
+    weight: Array | None,  # f32[n]
     first_rank: Array | int,  # the module's first rank in v
 ) -> Callable[[], Array]:
-    """Begin to load a tile's v of some pages; return what adds its splits.
+    """Begin to load a program's v of some pages; return what adds its splits.
 
-    The sum is `[block_rows, lanes]`, made once for all blocks of columns.
+    The sum is `[n, lanes]`, made once for all blocks of columns.
     """
     mask = mask_of((1, entry.size, lanes.size), live[:, None], lanes.used_columns)
     at = entry[None, :, None], lanes.columns(first_rank, v_ref.shape[2])[None, None, :]
@@ -249,7 +249,7 @@ def page_product(
 ) -> Callable[[], Array]:
     """Begin to load B of some pages; return what multiplies it by `page_factor`'s.
 
-    The product is `f32[block_rows, block_n]`. Add it to a sum at once: a GPU then adds
+    The product is `f32[n, block_n]`. Add it to a sum at once: a GPU then adds
     16 ranks after the other to that, and pages multiplied at once give the bits of one
     after the other (`tests/test_walked_blocks.py`). It changes its factors' layout
     through shared memory, behind barriers that no later load passes: what a block

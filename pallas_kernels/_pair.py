@@ -59,7 +59,11 @@ def shrink_and_expand(
     """Launch shrink and expand: at once if that `fits`, else one after the other."""
 
     def in_two(y, x, pool, segments):
-        v = _sgmv.shrink(x, pool, segments, interpret=interpret)
+        max_pages, num_rows = pool.page_table.shape[1], segments.num_rows
+        expands = expand_config(pool.d_outs, pool.dtype, max_pages, num_rows)
+        v = _sgmv.shrink(
+            x, pool, segments, for_windows=expands.windowed, interpret=interpret
+        )
         return _sgmv.expand(y, v, pool, segments, interpret=interpret)
 
     @jax.custom_batching.custom_vmap

@@ -30,12 +30,15 @@ from punica_jax.pallas_kernels._page_tiles import (
     mask_of,
 )
 from punica_jax.pallas_kernels._pool import RANK_PAGE, LoraPool
-from punica_jax.pallas_kernels._project_config import ProjectConfig, project_config
+from punica_jax.pallas_kernels._project_config import (
+    MAX_ROOMY_ROWS,
+    ProjectConfig,
+    project_config,
+)
 from punica_jax.pallas_kernels._segments import Segments
 from punica_jax.pallas_kernels._sgmv_config import (
     MAX_AT_ONCE,
     MAX_PROJECT_ROWS,
-    MAX_ROOMY_ROWS,
     ShrinkConfig,
     shrink_config,
 )

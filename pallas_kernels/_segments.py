@@ -17,8 +17,8 @@ from punica_jax.pallas_kernels._launch import pallas_call
 # Rows of a tile; a row's result does not depend on it. Wider tiles load A and B less
 # often, but are fewer, and waste more on a row alone: 2048 rows of 4 prompts and 16
 # sequences that decode, 20 adapters, take 74, 65, 17.5 us with 16 rows a tile (gate and
-# up, q, k and v, down's shrink), with 32 rows 78, 71, 18.5 (one H200). Of 16384 rows
-# a program of the shrink takes several of one adapter: `_shrink_tile`.
+# up, q, k and v, down's shrink), with 32 rows 78, 71, 18.5 (one H200). Programs of
+# many rows' shrink, and of wide expands, take several of one adapter: `_entries`.
 DEFAULT_BLOCK_ROWS = 16
 # The kernel compares all pairs of rows, and rows with slots, which in the end must lose
 # to a sort: XLA's and what follows it take 0.1 ms of a step of 16384 rows, 350 ms (a 7B

@@ -56,9 +56,14 @@ def shrink(
     segments: Segments,
     *,
     config: ShrinkConfig | None = None,
+    for_windows: bool = False,
     interpret: bool = False,
 ) -> Array:
     """Launch shrink; see `reference.shrink`.
+
+    Args:
+      for_windows: whether an expand by windows reads it, which has registers for four
+        sums of its rows at most.
 
     Returns:
       `f32[n, passes * rows, C * max_rank]`, the sums of `n` splits, of groups of them,
@@ -67,10 +72,9 @@ def shrink(
     config = config or shrink_config(pool.d_in, pool.dtype)
     joint = segments.num_rows >= JOINT_ROWS
     windowed = segments.num_rows >= WINDOWED_ROWS
+    whole = joint or pool.num_modules > 1
     part_size = config.part_size(
-        segments.num_rows,
-        whole=joint or pool.num_modules > 1,
-        windowed=_expand_config(pool, segments).windowed,
+        segments.num_rows, whole=whole, for_windows=for_windows
     )
     num_parts = pl.cdiv(config.splits, part_size)
     num_programs = num_parts * (1 if joint else pool.num_modules)
@@ -181,11 +185,13 @@ def expand(
     In a batch of several passes no launch meets a row twice, so the sums of a row's
     adapters have one order.
     """
-    config = config or _expand_config(pool, segments)
+    config = config or expand_config(
+        *(pool.d_outs, pool.dtype, pool.page_table.shape[1], segments.num_rows),
+        num_sums=v.shape[0],
+    )
     programs = tuple(pl.cdiv(width, config.num_columns) for width in pool.d_outs)
-    every = {"weights": segments.weights, "scale": scale, "bias": bias}
-    if config.windowed:
-        every["slots"] = segments.slots
+    slots = segments.slots if config.windowed else None
+    every = {"weights": segments.weights, "scale": scale, "bias": bias, "slots": slots}
     for number in range(segments.num_passes):
         is_last = number == segments.num_passes - 1
         options = given(**every, residual=residual if is_last else None)
@@ -213,11 +219,6 @@ def expand(
     return y
 
 
-def _expand_config(pool: LoraPool, segments: Segments) -> ExpandConfig:
-    max_pages = pool.page_table.shape[1]
-    return expand_config(pool.d_outs, pool.dtype, max_pages, segments.num_rows)
-
-
 def expand_kernel(
     y_in_ref,  # [rows, d_out]
     v_ref,  # f32[splits, passes * rows, C * max_rank]
@@ -242,9 +243,10 @@ def expand_kernel(
     place: Array | None = None,
     await_v: Callable[[Array], None] | None = None,
 ):
-    """Add one program's block of a tile's product to y.
+    """Add one program's blocks of a tile's product to y, or of a window's tiles.
 
-    Each program of a tile that has an adapter calls `await_v`, if there is one, once.
+    Each program of a tile that has an adapter calls `await_v`, if there is one, once;
+    programs of windows have none.
     """
     options = dict(zip(option_names, refs[:-1], strict=True))
     y_ref, slots_ref = refs[-1], options.pop("slots", None)
@@ -259,7 +261,7 @@ def expand_kernel(
     tables = page_table_ref, num_pages_ref, layer_ref
     pages = AdapterPages.of(tables, b_ref, slot, module, config.pages_at_once)
     # Before what waits for the slot: neither lookup waits for the other.
-    windowed = slots_ref is not None
+    windowed = config.windowed
     find, ends = (window_rows, slots_ref) if windowed else (tile_rows, tile_end_ref)
     entry, live, row = find(rows_ref, tile_first_ref, ends, number, tile, block_rows)
     wait = functools.partial(await_v or (lambda _: None), tile)

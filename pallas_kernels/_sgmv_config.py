@@ -19,9 +19,6 @@ from jax.experimental import pallas as pl
 # and 9.69 by XLA's products (a 7B on one H200); of 128 rows 1.5 ms more than by XLA's.
 MAX_PROJECT_ROWS = 64
 
-# Of more rows a product's programs load less ahead, so that all find room at once.
-MAX_ROOMY_ROWS = 32
-
 # Up to so many rows an expand's programs, few as they are, wait for their loads alone.
 _FEW_ROWS = 128
 
@@ -40,8 +37,8 @@ MAX_AT_ONCE = 4
 # 16 adapters of rank 16 to 11008 columns take 92.5 us, not 99.8 (one H100).
 TILES_AT_ONCE = 8
 
-# Entries of a window: of those that begin in one, a program of many rows' shrink takes
-# all tiles of an adapter.
+# Entries of a window: of those that begin in one, a program of many rows' shrink, or
+# of a wide expand, takes all tiles of an adapter.
 WINDOW_ROWS = 64
 
 # Modules of which one program shrinks a page each, at most.
@@ -62,8 +59,10 @@ JOINT_ROWS = 8192
 # And from so many on windows of tiles, of which there are as many as multiprocessors
 # take at once; see `_shrink_tile`. Of 8192 rows that gains nothing.
 WINDOWED_ROWS = 16384
-# Of an expand's programs some take windows from so many on; see `expand_config`.
+# Of an expand's programs some take windows from so many on, with a v of so many sums,
+# at most; see `expand_config`.
 _WINDOWED_EXPAND_ROWS = 512
+_MOST_SUMS = 4
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,14 +89,14 @@ class ShrinkConfig:
     def num_groups(self) -> int:
         return pl.cdiv(self.splits, self.group_size)
 
-    def part_size(self, num_rows: int, *, whole: bool, windowed: bool) -> int:
-        """Return the splits that one program sums: of many rows a group, or the whole.
+    def part_size(self, num_rows: int, *, whole: bool, for_windows: bool) -> int:
+        """Return the splits that one program sums: one, a group, or the `whole`.
 
         What many rows' tiles give, each block of an expand reads: the fewer the better.
-        A `windowed` one has no registers for all splits of its many rows.
+        An expand by windows has no registers for all splits of its rows.
         """
         if num_rows < _MANY_ROWS:
-            return self.group_size if windowed else 1
+            return self.group_size if for_windows else 1
         return self.splits if whole else self.group_size
 
 
@@ -165,7 +164,12 @@ def shrink_config(d_in: int, dtype: Any) -> ShrinkConfig:
 
 
 def expand_config(
-    d_outs: tuple[int, ...], dtype: Any, max_pages: int, num_rows: int
+    d_outs: tuple[int, ...],
+    dtype: Any,
+    max_pages: int,
+    num_rows: int,
+    *,
+    num_sums: int = _MOST_SUMS,
 ) -> ExpandConfig:
     """Choose the columns of a program; each column's sum is its own.
 
@@ -188,12 +192,14 @@ def expand_config(
     Where adapters may have several pages and a module is wide, a program also takes a
     window's tiles, for each block of B is 64 ranks: 512 rows of rank 64 to 11008
     columns take 21 us so, shrink and expand, not 27, 2048 rows 53, not 62. Of rank 16
-    beside them 17.9, not 15.7, and 45, not 43.
+    beside them 17.9, not 15.7, and 45, not 43. (Of `num_sums` in v, for more would
+    leave the program too few registers.)
     """
     most = most_pages_at_once(dtype)
     pages_fit = max_pages <= most
     is_wide, pages_at_once = max(d_outs) > 8192, most
-    if 1 < max_pages <= most and is_wide and num_rows >= _WINDOWED_EXPAND_ROWS:
+    gains = is_wide and num_rows >= _WINDOWED_EXPAND_ROWS and num_sums <= _MOST_SUMS
+    if gains and 1 < max_pages <= most:
         return ExpandConfig(
             block_n=128, num_warps=8, num_blocks=4, pages_at_once=most, windowed=True
         )

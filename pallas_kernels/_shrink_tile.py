@@ -1,6 +1,6 @@
-"""Some rows of one adapter times its A, over some splits of d_in: those of a tile.
+"""Some rows of one adapter times its A, over some splits of d_in.
 
-Of many rows those of all its tiles that begin in one window of entries, for each
+Those of a tile, or of many rows those of its tiles in a window (`_entries`), for each
 program reads all of A: of 16384 rows of 32 adapters q, k, v's shrink takes 41 us so,
 and 75 by tiles of 16 rows.
 

@@ -30,8 +30,9 @@ IMPLEMENTATIONS = [
 ]
 # Of several modules: none, one page, two, three.
 RANKS = [[16, 0], [7, 16], [20, 40], [40, 3], [0, 40]]
-# Segments of many tiles, of one, of one row, and idle rows; windows begin within some.
-SIZES = {0: 150, 1: 1, 2: 70, 3: 1, 4: 16, -1: 9}
+# Segments of many tiles, of one, of one row; windows begin within some, and within the
+# idle rows.
+SIZES = {0: 150, 1: 1, 2: 70, 3: 1, 4: 16, -1: 90}
 
 
 def some_slots():
@@ -95,8 +96,10 @@ def test_lora_by_windows(implementation, monkeypatch):
     monkeypatch.setattr(_sgmv_config, "_WINDOWED_EXPAND_ROWS", 65)
     slots = np.random.default_rng(2).permutation(some_slots())
     d_outs = 8200, 40
+    # Five splits, in groups of two, of which the last is shorter.
+    assert shrink_config(2560, jnp.bfloat16).splits == 5
     case = make_case(
-        rows=len(slots), ranks=RANKS, d_in=520, d_outs=d_outs, dtype="bfloat16"
+        rows=len(slots), ranks=RANKS, d_in=2560, d_outs=d_outs, dtype="bfloat16"
     )
     assert expand_config(d_outs, jnp.bfloat16, 3, len(slots)).windowed
 
@@ -111,23 +114,26 @@ def test_lora_by_windows(implementation, monkeypatch):
         out = function(y, x, case.pool, segments, implementation=implementation)
         return np.asarray(out)
 
-    actual, few = run(slice(None)), run(slice(64))
+    actual = run(slice(None))
     np.testing.assert_allclose(
         actual.astype(np.float32),
         case.expected(slots).astype(np.float32),
         **TOLERANCE["bfloat16"],
     )
     if implementation == "pallas_triton":
-        np.testing.assert_array_equal(actual[:64], few)
+        np.testing.assert_array_equal(actual[:64], run(slice(64)))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rank", [16, 60])
-def test_row_is_bitwise_the_same_among_any_number(rank):
+@pytest.mark.parametrize(
+    ("rank", "other", "dtype"),
+    [(16, 33, "bfloat16"), (60, 33, "bfloat16"), (20, 7, "float16")],
+)
+def test_row_is_bitwise_the_same_among_any_number(rank, other, dtype):
     counts = (1, 129, 512, 2048)
-    ranks = [[rank], [33], [0], [1]]
+    ranks = [[rank], [other], [0], [1]]
     case = make_case(
-        rows=counts[-1], ranks=ranks, d_in=4096, d_outs=(8208,), dtype="bfloat16"
+        rows=counts[-1], ranks=ranks, d_in=4096, d_outs=(8208,), dtype=dtype
     )
     slots = np.random.default_rng(5).integers(-1, len(ranks), counts[-1])
     slots[0] = 0
@@ -154,11 +160,14 @@ def test_only_wide_expands_of_many_rows_and_several_pages_take_windows():
     assert not windowed(11008, 1, 512)
     assert not windowed(11008, 5, 512)  # not all multiplied at once
     assert not windowed(11008, 4, 512, jnp.float32)
-
     # A window's program has registers for four sums of its rows.
+    assert not expand_config((11008,), jnp.bfloat16, 4, 512, num_sums=5).windowed
+
     config = shrink_config(4096, jnp.bfloat16)
-    parts = [config.part_size(512, whole=True, windowed=own) for own in (False, True)]
-    assert parts == [1, config.group_size] and config.num_groups <= 4
+    sizes = [
+        config.part_size(512, whole=True, for_windows=own) for own in (False, True)
+    ]
+    assert sizes == [1, config.group_size] and config.num_groups <= 4
 
 
 @pytest.mark.parametrize(

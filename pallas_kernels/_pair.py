@@ -25,7 +25,6 @@ from punica_jax.pallas_kernels._pool import LoraPool
 from punica_jax.pallas_kernels._segments import Segments
 from punica_jax.pallas_kernels._sgmv_config import (
     MAX_PROJECT_ROWS,
-    expand_config,
     shrink_config,
 )
 
@@ -59,11 +58,8 @@ def shrink_and_expand(
     """Launch shrink and expand: at once if that `fits`, else one after the other."""
 
     def in_two(y, x, pool, segments):
-        max_pages, num_rows = pool.page_table.shape[1], segments.num_rows
-        expands = expand_config(pool.d_outs, pool.dtype, max_pages, num_rows)
-        v = _sgmv.shrink(
-            x, pool, segments, for_windows=expands.windowed, interpret=interpret
-        )
+        windowed = _sgmv.expand_config_of(pool, segments).windowed
+        v = _sgmv.shrink(x, pool, segments, for_windows=windowed, interpret=interpret)
         return _sgmv.expand(y, v, pool, segments, interpret=interpret)
 
     @jax.custom_batching.custom_vmap
@@ -82,16 +78,16 @@ def shrink_and_expand(
 def _launch(
     y: Array, x: Array, pool: LoraPool, segments: Segments, interpret: bool
 ) -> Array:
-    max_pages, num_rows = pool.page_table.shape[1], segments.num_rows
     shrinks = shrink_config(pool.d_in, pool.dtype)
-    expands = expand_config(pool.d_outs, pool.dtype, max_pages, num_rows)
+    expands = _sgmv.expand_config_of(pool, segments)
     block_n = min(expands.block_n, _MAX_BLOCK_N)
     expands = dataclasses.replace(expands, block_n=block_n)
     blocks = tuple(pl.cdiv(width, expands.num_columns) for width in pool.d_outs)
     num_shrinks = shrinks.splits * pool.num_modules
     assert num_shrinks < _WAITING and sum(blocks) < _MAX_WAITING, (num_shrinks, blocks)
     v = jax.ShapeDtypeStruct(
-        (shrinks.splits, num_rows, pool.num_modules * pool.max_rank), jnp.float32
+        (shrinks.splits, segments.num_rows, pool.num_modules * pool.max_rank),
+        jnp.float32,
     )
     # Zeros, and again after each launch: the programs count by them in place. As no
     # literal, which XLA might let others share.

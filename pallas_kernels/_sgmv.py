@@ -185,10 +185,7 @@ def expand(
     In a batch of several passes no launch meets a row twice, so the sums of a row's
     adapters have one order.
     """
-    config = config or expand_config(
-        *(pool.d_outs, pool.dtype, pool.page_table.shape[1], segments.num_rows),
-        num_sums=v.shape[0],
-    )
+    config = config or expand_config_of(pool, segments, num_sums=v.shape[0])
     programs = tuple(pl.cdiv(width, config.num_columns) for width in pool.d_outs)
     slots = segments.slots if config.windowed else None
     every = {"weights": segments.weights, "scale": scale, "bias": bias, "slots": slots}
@@ -217,6 +214,14 @@ def expand(
             name="lora_expand",
         )(y, v, pool.b, *launch_tables(pool, segments), *options.values())
     return y
+
+
+def expand_config_of(
+    pool: LoraPool, segments: Segments, **options: int
+) -> ExpandConfig:
+    """Return `expand_config` of a launch."""
+    sizes = pool.page_table.shape[1], segments.num_rows
+    return expand_config(pool.d_outs, pool.dtype, *sizes, **options)
 
 
 def expand_kernel(

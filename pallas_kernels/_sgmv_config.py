@@ -197,9 +197,10 @@ def expand_config(
     """
     most = most_pages_at_once(dtype)
     pages_fit = max_pages <= most
-    is_wide, pages_at_once = max(d_outs) > 8192, most
-    gains = is_wide and num_rows >= _WINDOWED_EXPAND_ROWS and num_sums <= _MOST_SUMS
-    if gains and 1 < max_pages <= most:
+    pages_at_once = most
+    is_wide = max(d_outs) > 8192
+    gains = is_wide and max_pages > 1 and num_rows >= _WINDOWED_EXPAND_ROWS
+    if gains and pages_fit and num_sums <= _MOST_SUMS:
         return ExpandConfig(
             block_n=128, num_warps=8, num_blocks=4, pages_at_once=most, windowed=True
         )

@@ -54,7 +54,7 @@ from punica_jax.pallas_kernels import (
     _fused,
     _pair,
     _row_expand,
-    _sgmv,
+    _shrink,
     resolve,
     segment_metadata,
 )
@@ -93,7 +93,7 @@ def launch_ours_rows(y, rows, page_table, x, pool: LoraPool, segments: Segments)
     launch; a step does it once.
     """
     pool, segments = _of_set(rows, page_table, pool, segments)
-    v = _sgmv.shrink(x, pool, segments, interpret=_interprets())
+    v = _shrink.shrink(x, pool, segments, interpret=_interprets())
     shrunk = _fused.Shrunk(v, pool, segments)
     return _row_expand.expand(y, shrunk, interpret=_interprets())
 

@@ -1,7 +1,7 @@
 """A linear layer with its adapters' product, and what follows it in a decoder layer.
 
 Checks, choice of implementation, gradients; the kernels are `_project.py`'s,
-`_one_launch.py`'s, `_row_expand.py`'s, `_sgmv.py`'s, `_fused.py`'s and
+`_one_launch.py`'s, `_row_expand.py`'s, `_expand.py`'s, `_fused.py`'s and
 `_gated_product.py`'s. Knows arrays of one layer; nothing of models or sequences.
 """
 
@@ -20,7 +20,7 @@ from punica_jax.pallas_kernels import (
     _ops,
     _project,
     _row_expand,
-    _sgmv,
+    _shrink,
     reference,
 )
 from punica_jax.pallas_kernels._dispatch import resolve
@@ -314,7 +314,7 @@ def _project_rows(
         x = divided(x)
         y = reference.linear(x, weight, bias, residual)
         if lora is not None:
-            v = _sgmv.shrink(x, *lora, interpret=interpret)
+            v = _shrink.shrink(x, *lora, interpret=interpret)
     return forms, y, None if v is None or lora is None else _fused.Shrunk(v, *lora)
 
 

@@ -15,7 +15,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from punica_jax.pallas_kernels import _sgmv
+from punica_jax.pallas_kernels import _expand
 from punica_jax.pallas_kernels._adapter_tile import AdapterTile
 from punica_jax.pallas_kernels._launch import pallas_call
 from punica_jax.pallas_kernels._lora_operands import launch_tables
@@ -82,9 +82,9 @@ class Shrunk:
 def expand(
     y: Array, shrunk: Shrunk, residual: Array | None = None, *, interpret: bool = False
 ) -> Array:
-    """Launch expand alone; see `_sgmv.expand`."""
+    """Launch expand alone; see `_expand.expand`."""
     v, pool, segments = shrunk.v, shrunk.pool, shrunk.segments
-    return _sgmv.expand(y, v, pool, segments, residual=residual, interpret=interpret)
+    return _expand.expand(y, v, pool, segments, residual=residual, interpret=interpret)
 
 
 def gated_expand(

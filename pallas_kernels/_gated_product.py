@@ -28,7 +28,7 @@ from punica_jax.pallas_kernels._norm import NormedRows
 from punica_jax.pallas_kernels._page_tiles import silu_product
 from punica_jax.pallas_kernels._pool import RANK_PAGE, LoraPool
 from punica_jax.pallas_kernels._segments import Segments
-from punica_jax.pallas_kernels._sgmv import shrink
+from punica_jax.pallas_kernels._shrink import shrink
 from punica_jax.pallas_kernels._warpgroups import (
     GROUP_ROWS,
     GROUPS,

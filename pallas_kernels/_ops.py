@@ -1,7 +1,7 @@
 """The operations that models call: checks, choice of implementation, gradients.
 
-Knows shapes and rules; how each product is computed is `_sgmv.py`'s and
-`reference.py`'s business.
+Knows shapes and rules; how each product is computed is `_shrink.py`'s,
+`_expand.py`'s and `reference.py`'s business.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float, Int
 
-from punica_jax.pallas_kernels import _pair, _segment_outer, _sgmv, reference
+from punica_jax.pallas_kernels import _expand, _pair, _segment_outer, _shrink, reference
 from punica_jax.pallas_kernels._dispatch import resolve
 from punica_jax.pallas_kernels._launch import varying_alike
 from punica_jax.pallas_kernels._lora_operands import check_lora, check_operand
@@ -125,7 +125,7 @@ def shrink(
     implementation = resolve(implementation)
     if implementation == "xla":
         return reference.shrink(x, pool, segments)
-    return _sgmv.shrink(
+    return _shrink.shrink(
         x, pool, segments, interpret=implementation == "pallas_interpret"
     )
 
@@ -182,7 +182,7 @@ def expand(
     if implementation == "xla":
         return reference.expand(y, v, pool, segments, **options)
     interpret = implementation == "pallas_interpret"
-    return _sgmv.expand(y, v, pool, segments, **options, interpret=interpret)
+    return _expand.expand(y, v, pool, segments, **options, interpret=interpret)
 
 
 def lora(

@@ -18,15 +18,18 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from punica_jax.pallas_kernels import _sgmv
+from punica_jax.pallas_kernels._expand import expand, expand_config_of, expand_kernel
 from punica_jax.pallas_kernels._launch import given, pallas_call
 from punica_jax.pallas_kernels._lora_operands import launch_tables
 from punica_jax.pallas_kernels._pool import LoraPool
 from punica_jax.pallas_kernels._segments import Segments
 from punica_jax.pallas_kernels._sgmv_config import (
     MAX_PROJECT_ROWS,
+    ExpandConfig,
+    Walk,
     shrink_config,
 )
+from punica_jax.pallas_kernels._shrink import shrink, shrink_kernel
 
 # For a shrink two would do, and an expand to many columns has eight: 64 rows of 8
 # adapters to 4096 columns take 6.6 us so, with two 7.1, with eight 7.0; in two launches
@@ -35,6 +38,18 @@ _NUM_WARPS = 4
 # With 512, as an expand of its own has, 64 rows of 8 adapters to 11008 columns take 8.4
 # us, not 7.4, of 64 adapters 22.4, not 20.6; in two launches 9.2 and 20.5.
 _MAX_BLOCK_N = 256
+# Where many tiles have an adapter a program takes the columns of so many: what each
+# begins with, from its tile to v, takes longer than to read its share of B. 64 rows of
+# 64 adapters of rank 16 to 3 x 4096 columns take 27.6 us so, 31.0 without, and with two
+# or four 29.4, 29.1; of rank 64 to 11008 columns 51.9, 57.6, 52.1, 54.3 (one H100).
+_TURNS = 3
+# If so many programs are left: with 352 of them, 32 rows of 32 adapters of rank 16 to
+# 4096 columns take 11.0 us, not 9.5.
+_LEAST_PROGRAMS = 400
+# Of their columns at once, where adapters may have several pages: with 256 the memory
+# for copies leaves room for two programs instead of five, and 64 rows of 8 adapters of
+# rank 64 to 11008 columns, which do not walk, take 15.4 us, not 14.4.
+_MAX_WALK_BLOCK_N = 128
 # A count for each tile, in a cache line of its own: 32 rows of 32 adapters take 8.9 us
 # so, and 9.8 with all counts side by side.
 _COUNT_STRIDE = 32
@@ -58,9 +73,9 @@ def shrink_and_expand(
     """Launch shrink and expand: at once if that `fits`, else one after the other."""
 
     def in_two(y, x, pool, segments):
-        windowed = _sgmv.expand_config_of(pool, segments).windowed
-        v = _sgmv.shrink(x, pool, segments, for_windows=windowed, interpret=interpret)
-        return _sgmv.expand(y, v, pool, segments, interpret=interpret)
+        windowed = expand_config_of(pool, segments).windowed
+        v = shrink(x, pool, segments, for_windows=windowed, interpret=interpret)
+        return expand(y, v, pool, segments, interpret=interpret)
 
     @jax.custom_batching.custom_vmap
     def in_one(y, x, pool, segments):
@@ -79,12 +94,11 @@ def _launch(
     y: Array, x: Array, pool: LoraPool, segments: Segments, interpret: bool
 ) -> Array:
     shrinks = shrink_config(pool.d_in, pool.dtype)
-    expands = _sgmv.expand_config_of(pool, segments)
-    block_n = min(expands.block_n, _MAX_BLOCK_N)
-    expands = dataclasses.replace(expands, block_n=block_n)
-    blocks = tuple(pl.cdiv(width, expands.num_columns) for width in pool.d_outs)
+    expands = _config(pool, segments)
+    num_expands = expands.num_programs(pool.d_outs)
     num_shrinks = shrinks.splits * pool.num_modules
-    assert num_shrinks < _WAITING and sum(blocks) < _MAX_WAITING, (num_shrinks, blocks)
+    assert num_shrinks < _WAITING, num_shrinks
+    assert num_expands < _MAX_WAITING, num_expands
     v = jax.ShapeDtypeStruct(
         (shrinks.splits, segments.num_rows, pool.num_modules * pool.max_rank),
         jnp.float32,
@@ -96,7 +110,7 @@ def _launch(
     options = given(weights=segments.weights)
     tables = launch_tables(pool, segments)
     shrink = functools.partial(
-        _sgmv.shrink_kernel,
+        shrink_kernel,
         num_programs=num_shrinks,
         block_rows=segments.block_rows,
         joint=False,
@@ -105,13 +119,12 @@ def _launch(
         config=shrinks,
     )
     expand = functools.partial(
-        _sgmv.expand_kernel,
+        expand_kernel,
         option_names=tuple(options),
         number=0,
         block_rows=segments.block_rows,
         d_outs=pool.d_outs,
         d_out_offsets=pool.d_out_offsets,
-        programs=blocks,
         config=expands,
     )
     return pallas_call(
@@ -121,11 +134,10 @@ def _launch(
             shrink=shrink,
             num_shrinks=num_shrinks,
             expand=expand,
-            num_expands=sum(blocks),
             interpret=interpret,
         ),
         out_shape=[jax.ShapeDtypeStruct(y.shape, y.dtype), v],
-        grid=(segments.num_tiles * (num_shrinks + sum(blocks)),),
+        grid=(segments.num_tiles * (num_shrinks + num_expands),),
         input_output_aliases={0: 0},
         compiler_params=plgpu.CompilerParams(
             num_warps=_NUM_WARPS, num_stages=shrinks.num_stages
@@ -133,6 +145,23 @@ def _launch(
         interpret=interpret,
         name="lora_pair",
     )(y, x, pool.a, pool.b, counts, segments.slots, *tables, *options.values())[0]
+
+
+def _config(pool: LoraPool, segments: Segments) -> ExpandConfig:
+    """Return how a launch's expand is cut."""
+    config = expand_config_of(pool, segments)
+    block_n = min(config.block_n, _MAX_BLOCK_N)
+    config = dataclasses.replace(config, block_n=block_n)
+    if pool.dtype.itemsize > 2:  # no tensor cores, which it would keep busy
+        return config
+    num_programs = config.num_programs(pool.d_outs, _TURNS)
+    most = _MAX_BLOCK_N if pool.page_table.shape[1] == 1 else _MAX_WALK_BLOCK_N
+    walk = Walk(
+        turns=_TURNS,
+        least_tiles=pl.cdiv(_LEAST_PROGRAMS, num_programs),
+        block_n=min(block_n, most),
+    )
+    return dataclasses.replace(config, walk=walk)
 
 
 def _kernel(
@@ -147,7 +176,6 @@ def _kernel(
     shrink: Callable[..., None],
     num_shrinks: int,  # programs of a tile
     expand: Callable[..., None],
-    num_expands: int,
     interpret: bool,
 ):
     tables, (*options, y_ref, v_ref) = refs[:num_tables], refs[num_tables:]
@@ -159,7 +187,7 @@ def _kernel(
             plgpu.debug_barrier()
         plgpu.atomic_add(counts_ref, (tile, jnp.int32(0)), jnp.int32(1))
 
-    def await_v(tile):
+    def await_v(tile, num_expands):
         _await(counts_ref, tile, num_shrinks, num_expands)
 
     @pl.when(program < first_expand)
@@ -173,7 +201,9 @@ def _kernel(
         expand(*own, place=program - first_expand, await_v=await_v)
 
 
-def _await(counts_ref: Any, tile: Array, num_stored: int, num_waiting: int) -> None:
+def _await(
+    counts_ref: Any, tile: Array, num_stored: int, num_waiting: Array | int
+) -> None:
     """Wait until so many programs have stored their part of a tile's v.
 
     Whoever is the last to come sets the count to zero; who sees that goes on, too.

@@ -4,7 +4,7 @@ In a decode step most rows have an adapter of their own, and a tensor-core produ
 computes sixteen rows for that one, which takes longer than reading B. Here B is read in
 wide loads, multiplied and added: 32 rows of 32 adapters, 22016 columns, take 8.7
 instead of 20.5 us on one H200. Of many rows, neighbours by adapter are of one program:
-of one adapter they read its B from the L2 once. Four forms: in place, as `_sgmv` for
+of one adapter they read its B from the L2 once. Four forms: in place, as `_expand` for
 more rows; in place with a norm; ending with SiLU(gate) * up, and with the rotary
 embedding and the stores into the KV cache, as `_fused`. Knows pools, segments and pages
 as arrays; nothing of models or sequences.

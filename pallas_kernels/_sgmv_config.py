@@ -124,11 +124,25 @@ def add_splits(parts: Sequence[Array]) -> Array:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Walk:
+    """How a program takes the columns of `turns`, where many tiles have an adapter.
+
+    From `least_tiles` on, known only on the device; in blocks of `block_n`, some of
+    which a loop loads ahead.
+    """
+
+    turns: int
+    least_tiles: int
+    block_n: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ExpandConfig:
     """`num_blocks` blocks of `block_n` columns of one module a program.
 
     At most `pages_at_once` rank pages of its adapter are multiplied at once. A
-    `windowed` program takes all tiles of its adapter that begin in one window.
+    `windowed` program takes all tiles of its adapter that begin in one window. Where
+    there is a `walk` others may have none of their own.
     """
 
     block_n: int
@@ -136,10 +150,16 @@ class ExpandConfig:
     num_blocks: int = 1
     pages_at_once: int = 1
     windowed: bool = False
+    walk: Walk | None = None
 
     @property
     def num_columns(self) -> int:
         return self.num_blocks * self.block_n
+
+    def num_programs(self, d_outs: Sequence[int], turns: int = 1) -> int:
+        """Return how many programs a tile has, if each takes the columns of `turns`."""
+        size = turns * self.num_columns
+        return sum(pl.cdiv(width, size) for width in d_outs)
 
 
 def shrink_config(d_in: int, dtype: Any) -> ShrinkConfig:

@@ -4,8 +4,8 @@ Those of a tile, or of many rows those of its tiles in a window (`_entries`), fo
 program reads all of A: of 16384 rows of 32 adapters q, k, v's shrink takes 41 us so,
 and 75 by tiles of 16 rows.
 
-Runs inside kernels only: `_sgmv`'s, and of a few rows `_project`'s. Knows refs; nothing
-of launches.
+Runs inside kernels only: `_shrink`'s, and of a few rows `_project`'s. Knows refs;
+nothing of launches.
 """
 
 import functools

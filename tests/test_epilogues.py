@@ -12,11 +12,12 @@ import pytest
 from punica_jax.pallas_kernels import (
     RANK_PAGE,
     Norm,
+    _expand,
     _fused,
     _project,
     _row_expand,
-    _sgmv,
     _sgmv_config,
+    _shrink,
     lora_gated,
     lora_linear,
     lora_normed,
@@ -26,12 +27,12 @@ from punica_jax.pallas_kernels import (
     segment_metadata,
 )
 from punica_jax.pallas_kernels._project_config import project_config
-from punica_jax.pallas_kernels._sgmv import shrink
 from punica_jax.pallas_kernels._sgmv_config import (
     MAX_PROJECT_ROWS,
     group_size,
     shrink_config,
 )
+from punica_jax.pallas_kernels._shrink import shrink
 from tests.sgmv_cases import TOLERANCE, make_case, slots_of
 from tests.warpgroup_cases import in_second_layer
 
@@ -661,7 +662,7 @@ def test_the_shrink_beside_the_base_is_that_of_its_own_launch(
     parts = run(shrink, x, case.pool, wide)
     assert len(parts) == (len(groups) if num_modules == 1 else 1)
     # And one of so many that its programs take all modules.
-    monkeypatch.setattr(_sgmv, "JOINT_ROWS", 1)
+    monkeypatch.setattr(_shrink, "JOINT_ROWS", 1)
     [whole] = run(shrink, x, case.pool, wide)
     # `jnp.sum` would have an order of its own.
     of_groups, of_parts = (functools.reduce(jnp.add, list(v)) for v in (groups, parts))
@@ -742,7 +743,7 @@ def test_an_expand_adds_splits_and_their_groups_alike(splits, implementation):
         for first in range(0, splits, size)
     ]
     run = jax.jit(
-        functools.partial(_sgmv.expand, interpret=implementation != "pallas_triton")
+        functools.partial(_expand.expand, interpret=implementation != "pallas_triton")
     )
     of_splits, of_groups = (
         run(jnp.asarray(case.y), jnp.asarray(parts), case.pool, segments)

@@ -14,13 +14,14 @@ from punica_jax.pallas_kernels import (
     pack_adapters,
     segment_metadata,
 )
+from punica_jax.pallas_kernels._expand import expand
 from punica_jax.pallas_kernels._segments import DEFAULT_BLOCK_ROWS, max_tiles
-from punica_jax.pallas_kernels._sgmv import expand, shrink
 from punica_jax.pallas_kernels._sgmv_config import (
     ExpandConfig,
     expand_config,
     shrink_config,
 )
+from punica_jax.pallas_kernels._shrink import shrink
 from tests.sgmv_cases import TOLERANCE, make_case
 from tests.test_lowering import lower
 

@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 from punica_jax.pallas_kernels import _gated_product, lora_gated, segment_metadata
 from punica_jax.pallas_kernels._fused import Shrunk, gated_expand
-from punica_jax.pallas_kernels._sgmv import shrink
 from punica_jax.pallas_kernels._sgmv_config import ExpandConfig
+from punica_jax.pallas_kernels._shrink import shrink
 from punica_jax.pallas_kernels._window_adapters import (
     adapter_operands,
     slots_of_windows,

@@ -10,8 +10,9 @@ import pytest
 from jax.extend import core
 
 from punica_jax.pallas_kernels import LoraPool, segment_metadata
+from punica_jax.pallas_kernels._expand import expand
 from punica_jax.pallas_kernels._fused import Shrunk, gated_expand, rotary_expand
-from punica_jax.pallas_kernels._sgmv import expand, shrink
+from punica_jax.pallas_kernels._shrink import shrink
 
 ROWS, WIDTH, HEAD = 96, 256, 64
 _LOADS = {"get", "masked_load"}

@@ -122,6 +122,27 @@ def test_op(dtype, rows):
     assert backward.count("lora_shrink") == 2  # of x again, and of dy
 
 
+@pytest.mark.parametrize("max_rank", [16, 64, 128])
+def test_wide_product_of_many_adapters(max_rank):
+    groups = GroupPools.zeros(
+        64,
+        (11008, 4096),
+        num_layers=2,
+        num_slots=64,
+        num_pages=8,
+        max_rank=max_rank,
+        dtype=jnp.bfloat16,
+    )
+
+    def forward(y, x, pool, slots):
+        segments = segment_metadata(slots, num_slots=64, implementation="pallas_triton")
+        return lora(y, x, pool, segments, implementation="pallas_triton")
+
+    y, x = jnp.zeros((64, 15104), jnp.bfloat16), jnp.zeros((64, 64), jnp.bfloat16)
+    calls = lower(forward, y, x, groups.layer(1), jnp.zeros(64, jnp.int32))
+    assert names(calls) == ["segment_metadata", "lora_pair"]
+
+
 def test_metadata_of_many_rows_is_xlas():
     def launches(rows, num_slots):
         def build(slots):

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from punica_jax.pallas_kernels import _pair, _sgmv, lora, segment_metadata
-from punica_jax.pallas_kernels._sgmv_config import MAX_PROJECT_ROWS
+from punica_jax.pallas_kernels import _expand, _pair, _shrink, lora, segment_metadata
+from punica_jax.pallas_kernels._sgmv_config import MAX_PROJECT_ROWS, Walk
 from tests.attention_cases import assert_same
 from tests.sgmv_cases import make_case
 from tests.warpgroup_cases import in_second_layer
@@ -53,8 +53,8 @@ def in_one(y, x, pool, segments, *, implementation):
 
 def in_two(y, x, pool, segments, *, implementation):
     options = {"interpret": implementation == INTERPRET}
-    v = _sgmv.shrink(x, pool, segments, **options)
-    return _sgmv.expand(y, v, pool, segments, **options)
+    v = _shrink.shrink(x, pool, segments, **options)
+    return _expand.expand(y, v, pool, segments, **options)
 
 
 def check_bits(y, x, pool, segments, implementation):
@@ -100,6 +100,61 @@ def test_weights_and_tiles_of_many_rows(d_outs, implementation):
     weights = jnp.linspace(0.5, 2, 33, dtype=jnp.float32)[:, None]
     segments = segments_of(slots, implementation, weights, block_rows=32)
     check_bits(y, x, pool, segments, implementation)
+
+
+# Of 656 columns, six blocks, each program of two walks three; of 72 there is one.
+WIDE = (656, 72)
+SIX_PAGES = [[96, 16], [16, 0], [0, 96], [33, 96], [96, 96], [0, 0]]
+
+
+@pytest.fixture
+def crowd(monkeypatch):
+    """From five tiles on an adapter's programs walk, however few they are."""
+    monkeypatch.setattr(_pair, "_LEAST_PROGRAMS", 5 * 3)
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("dtype", "ranks", "weighted"),
+    [
+        ("bfloat16", RANKS, False),
+        pytest.param("bfloat16", SIX_PAGES, True, marks=pytest.mark.grid),
+        pytest.param("float16", [[16, 5]] * 6, True, marks=pytest.mark.grid),
+    ],
+)
+def test_programs_that_walk(crowd, dtype, ranks, weighted, implementation):
+    y, x, pool, _ = operands_of(64, dtype=dtype, d_outs=WIDE, ranks=ranks)
+    segments = functools.partial(segments_of, implementation=implementation)
+    weights = jnp.linspace(0.5, 2, 64, dtype=jnp.float32)[:, None] if weighted else None
+    rng = np.random.default_rng(1)
+    tiles = []
+    for some in ([0], [0, 1, 3, 4], [0, 1, 2, 3, 4], range(-1, 6)):
+        slots = jnp.asarray(rng.permutation(np.resize(some, 64)), jnp.int32)
+        own = segments(slots, weights=weights)
+        tiles.append(int((own.tile_slot >= 0).sum()))
+        check_bits(y, x, pool, own, implementation)
+    assert tiles == [4, 4, 5, 6]
+    walk = _pair._config(pool, own).walk
+    assert walk == Walk(turns=3, least_tiles=5, block_n=128)
+
+
+def test_what_walks_and_from_how_many_tiles_on():
+    def least_tiles(d_outs, max_rank, dtype="bfloat16"):
+        case = make_case(rows=64, ranks=[[1] * len(d_outs)], d_in=16, d_outs=d_outs)
+        pool = dataclasses.replace(
+            case.pool,
+            a=jnp.zeros((1, len(d_outs), 16, 16), dtype),
+            b=jnp.zeros((1, 16, sum(d_outs)), dtype),
+            page_table=jnp.zeros((64, max_rank // 16), jnp.int32),
+        )
+        walk = _pair._config(pool, segments_of(jnp.zeros(64, jnp.int32), "xla")).walk
+        return walk and (walk.least_tiles, walk.block_n)
+
+    assert least_tiles((4096,), 16) == least_tiles((4096,), 64) == (37, 128)
+    assert least_tiles((4096,) * 3, 64) == (13, 128)
+    assert least_tiles((11008,), 16) == (27, 256)
+    assert least_tiles((11008,) * 2, 64) == (14, 128)
+    assert least_tiles((4096,), 16, "float32") is None
 
 
 @BOTH
@@ -161,9 +216,10 @@ def test_each_row_of_a_batch_has_segments_of_its_own():
         ("bfloat16", D_OUTS, [[5, 16]] * 6, True),
         ("float32", (136,), RANKS, True),
         ("bfloat16", (136,), [[128], [16], [0], [100], [33], [17]], False),
+        ("bfloat16", (656, 72), RANKS, False),
     ],
 )
-def test_counts_are_zeros_again(monkeypatch, dtype, d_outs, ranks, weighted):
+def test_counts_are_zeros_again(crowd, monkeypatch, dtype, d_outs, ranks, weighted):
     """Whoever waits does so once, or a count would stay, and the next launch err."""
     y, x, pool, slots = operands_of(40, dtype=dtype, d_outs=d_outs, ranks=ranks)
     weights = jnp.linspace(0.5, 2, 40)[:, None] if weighted else None

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from punica_jax.pallas_kernels import (
-    _sgmv,
     _sgmv_config,
+    _shrink,
     expand,
     lora,
     segment_metadata,
@@ -151,8 +151,8 @@ def test_programs_of_all_modules_are_those_of_each(dtype, implementation, monkey
 
     apart = run()
     monkeypatch.setattr(_sgmv_config, "_MANY_ROWS", 1)
-    monkeypatch.setattr(_sgmv, "JOINT_ROWS", 1)
-    monkeypatch.setattr(_sgmv, "WINDOWED_ROWS", 1)
+    monkeypatch.setattr(_shrink, "JOINT_ROWS", 1)
+    monkeypatch.setattr(_shrink, "WINDOWED_ROWS", 1)
     np.testing.assert_array_equal(run(), apart)
 
 
@@ -178,7 +178,9 @@ def test_windows_of_tiles(block_rows, implementation, monkeypatch):
 
     def run():
         interpret = implementation == "pallas_interpret"
-        v = _sgmv.shrink(jnp.asarray(case.x), case.pool, segments, interpret=interpret)
+        v = _shrink.shrink(
+            jnp.asarray(case.x), case.pool, segments, interpret=interpret
+        )
         if interpret:  # what is not written is NaN
             np.testing.assert_array_equal(
                 jnp.isnan(v), jnp.broadcast_to(~used, v.shape)
@@ -187,8 +189,8 @@ def test_windows_of_tiles(block_rows, implementation, monkeypatch):
 
     apart = run()
     monkeypatch.setattr(_sgmv_config, "_MANY_ROWS", 1)
-    monkeypatch.setattr(_sgmv, "JOINT_ROWS", 1)
-    monkeypatch.setattr(_sgmv, "WINDOWED_ROWS", 1)
+    monkeypatch.setattr(_shrink, "JOINT_ROWS", 1)
+    monkeypatch.setattr(_shrink, "WINDOWED_ROWS", 1)
     np.testing.assert_array_equal(run(), apart)
     assert jnp.abs(apart).max() > 0
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from punica_jax.pallas_kernels import _fused, segment_metadata
+from punica_jax.pallas_kernels._expand import expand
 from punica_jax.pallas_kernels._fused import Shrunk, gated_expand, rotary_expand
-from punica_jax.pallas_kernels._sgmv import expand, shrink
 from punica_jax.pallas_kernels._sgmv_config import (
     ExpandConfig,
     expand_config,
@@ -17,6 +17,7 @@ from punica_jax.pallas_kernels._sgmv_config import (
     rotary_pages_at_once,
     walked_blocks,
 )
+from punica_jax.pallas_kernels._shrink import shrink
 from tests.sgmv_cases import make_case
 
 IMPLEMENTATIONS = [

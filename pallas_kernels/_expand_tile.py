@@ -1,0 +1,187 @@
+"""What an adapter adds to some columns of some of its rows of y.
+
+Those of a tile, or of its tiles in a window (`_entries`). Runs inside `_expand`'s
+kernels only. Knows refs; nothing of launches.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from punica_jax.pallas_kernels._launch import split_number
+from punica_jax.pallas_kernels._page_tiles import (
+    AdapterPages,
+    PageLanes,
+    apply_options,
+    load,
+    mask_of,
+    page_product,
+    walk_blocks,
+)
+from punica_jax.pallas_kernels._sgmv_config import ExpandConfig
+
+# Of some columns, and which of them are there: begins to load what an adapter adds to
+# them, and returns what adds it to y.
+_Begin = Callable[[Array, Array | None], Callable[[Array], Array]]
+
+
+class Columns(NamedTuple):
+    """A program's columns of one module."""
+
+    start: Array  # the module's first in y
+    width: Array  # the module's
+    first: Array  # the program's first, within the module
+    size: Array  # the program's, at most
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ExpandTile:
+    """A program's rows and columns, and what is added to them.
+
+    Attributes:
+      columns: of one module.
+      walks: `bool[]`, whether they are those of several programs; None if no program
+        of the launch has several.
+      whole: whether no block of columns goes past a module's end.
+      config: of the launch.
+      row, live: `i32[n]` and `bool[n]`, the rows of y, and which there are.
+      slot: `i32[]`, of their adapter; below 0 if they have none.
+      pages: of the module.
+      y_in_ref, y_ref: `[rows, d_out]`, of the same array.
+      b_ref: `[layers * pages, 16, d_out]`.
+      options: refs of what else is done to y; see `apply_options`.
+      begin_factor: `page_factor` of the rows.
+      wait: waits until v is there; None if it is.
+    """
+
+    columns: Columns
+    walks: Array | None
+    whole: bool
+    config: ExpandConfig
+    row: Array
+    live: Array
+    slot: Array
+    pages: AdapterPages
+    y_in_ref: Any
+    y_ref: Any
+    b_ref: Any
+    options: dict[str, Any]
+    begin_factor: Callable[[PageLanes], Callable[[], Array]]
+    wait: Callable[[], None] | None
+
+    def add(self) -> None:
+        """Add the adapter's product, and what the options say; wait once."""
+        pages = self.pages
+        pl.when(pages.count == 1)(lambda: self._add_whole(pages.single()))
+        if pages.max_count > 1:
+            pl.when(pages.count > 1)(self._add_several)
+        if self.options:
+            pl.when(pages.count == 0)(lambda: self._add_blocks(_begin_nothing))
+        if self.wait is not None:
+            pl.when(pages.count == 0)(self.wait)
+
+    def _add_several(self) -> None:
+        lanes = self.pages.whole()
+        if lanes is not None:
+            self._add_whole(lanes)
+            return
+        if self.wait is not None:
+            self.wait()
+        self._add_blocks(self._begin_pages)
+
+    def _add_whole(self, lanes: PageLanes) -> None:
+        """Add the product of all pages at once."""
+        if self.walks is None:
+            self._add_at_once(lanes)
+            return
+        # One branch of two: two conditions took 140 registers, this 106.
+        lax.cond(
+            self.walks,
+            lambda: self._add_in_turn(lanes),
+            lambda: self._add_at_once(lanes),
+        )
+
+    def _add_at_once(self, lanes: PageLanes) -> None:
+        """Add it to all blocks; what they need is asked for before v is waited for."""
+        factor, block_n = self.begin_factor(lanes), self.config.block_n
+        if self.wait is not None:
+            factor = functools.cache(functools.partial(self._factor, lanes))
+
+        def add(i):
+            first = self.columns.first + i * block_n
+            self._add_block(self._begin_lanes(lanes, factor), first, block_n)
+
+        walk_blocks(self.config.num_blocks, add, unrolled=True)
+
+    def _add_in_turn(self, lanes: PageLanes) -> None:
+        """Add it to one block after the other, in a loop that loads ahead."""
+        factor = self._factor(lanes)
+        self._add_blocks(self._begin_lanes(lanes, lambda: factor))
+
+    def _factor(self, lanes: PageLanes) -> Array:
+        if self.wait is not None:
+            self.wait()
+        return self.begin_factor(lanes)()
+
+    def _add_blocks(self, begin: _Begin) -> None:
+        """Add something to one block after the other."""
+        columns, walk = self.columns, self.config.walk
+        if self.walks is None:
+            walk = None
+        block_n = self.config.block_n if walk is None else walk.block_n
+
+        def add(i):
+            self._add_block(begin, columns.first + i * block_n, block_n)
+
+        if walk is None:
+            walk_blocks(self.config.num_blocks, add, unrolled=False)
+        else:
+            size = jnp.minimum(columns.width - columns.first, columns.size)
+            count, _ = split_number(size + block_n - 1, block_n)
+            lax.fori_loop(0, count, lambda i, _: add(i), None)
+
+    def _add_block(self, begin: _Begin, first: Array, block_n: int) -> None:
+        """Add to `block_n` columns from `first` of the module on."""
+        columns, options = self.columns, self.options
+        within = first + jnp.arange(block_n, dtype=jnp.int32)
+        inside = None if self.whole else (within < columns.width)[None, :]
+        column = columns.start + within
+        at = (self.row[:, None], column[None, :])
+        mask = mask_of((self.row.size, block_n), self.live[:, None], inside)
+
+        def load_option(name: str) -> Array:
+            if name == "residual":
+                return load(options[name].at[at], mask)
+            vector = options[name].at[jnp.maximum(self.slot, 0), column]
+            return load(vector, within < columns.width)
+
+        add = begin(column, inside)
+        y = load(self.y_in_ref.at[at], mask).astype(jnp.float32)
+        loaded = {name: load_option(name) for name in options}
+        out = apply_options(add(y), loaded, self.slot)
+        plgpu.store(self.y_ref.at[at], out.astype(self.y_ref.dtype), mask=mask)
+
+    def _begin_lanes(self, lanes: PageLanes, factor: Callable[[], Array]) -> _Begin:
+        def begin(column, inside):
+            product = page_product(lanes, factor, self.b_ref, column, inside)
+            return lambda y: y + product()
+
+        return begin
+
+    def _begin_pages(self, column, inside):
+        def add(lanes, y):
+            factor = self.begin_factor(lanes)
+            return y + page_product(lanes, factor, self.b_ref, column, inside)()
+
+        return functools.partial(self.pages.fold, add)
+
+
+def _begin_nothing(column, inside):
+    del column, inside
+    return lambda y: y

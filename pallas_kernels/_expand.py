@@ -42,7 +42,7 @@ class _Work(NamedTuple):
     """What a program of a launch takes: columns of one module, for one tile."""
 
     tile: Array
-    slot: Array  # of the tile; below 0 if there is nothing to do
+    slot: Array  # of the tile; below 0 if it has no adapter
     num_programs: Array  # of the tile
     module: Array
     columns: Columns
@@ -50,36 +50,48 @@ class _Work(NamedTuple):
 
 def _work_of(
     place: Array,
-    tile_slot_ref: Any,  # i32[passes, tiles]
+    tile_slot_ref: Any,  # i32[passes, tiles], those with an adapter first
     number: int,
     d_outs: tuple[int, ...],
     d_out_offsets: tuple[int, ...],
     config: ExpandConfig,
-    turns: int,
-) -> _Work:
-    """Look up what the program at a place takes, if each has the columns of `turns`."""
-    num_tiles = tile_slot_ref.shape[1]
-    size = turns * config.num_columns
-    counts = tuple(pl.cdiv(width, size) for width in d_outs)
-    tile, program = place_of_program(place, num_tiles, sum(counts), TILES_AT_ONCE)
-    if turns > 1:  # there are fewer of them than places
-        there = place < num_tiles * sum(counts)
-        tile = jnp.where(there, tile, 0)
-    slot = tile_slot_ref[number, tile]
-    if turns > 1:
-        slot = jnp.where(there, slot, -1)
-    module, start, width, first = module_of_block(
-        program, d_outs, d_out_offsets, counts
-    )
-    return _Work(
-        tile=tile,
-        slot=slot,
-        num_programs=jnp.int32(sum(counts)),
-        module=module,
-        columns=Columns(
-            start=start, width=width, first=first * size, size=jnp.int32(size)
-        ),
-    )
+) -> tuple[_Work, Array | None]:
+    """Look up what the program at a place takes.
+
+    Returns:
+      That, and whether it is one of a crowd; None where no launch of so many rows is.
+    """
+
+    def look_up(shares: int) -> _Work:
+        counts = config.programs(d_outs, shares)
+        size = shares * config.num_columns
+        tile, program = place_of_program(place, num_tiles, sum(counts), TILES_AT_ONCE)
+        slot = None
+        if shares > 1:  # of more places than there are programs
+            there = place < num_tiles * sum(counts)
+            tile = jnp.where(there, tile, 0)
+            slot = jnp.where(there, tile_slot_ref[number, tile], -1)
+        module, start, width, first = module_of_block(
+            program, d_outs, d_out_offsets, counts
+        )
+        return _Work(
+            tile=tile,
+            slot=tile_slot_ref[number, tile] if slot is None else slot,
+            num_programs=jnp.int32(sum(counts)),
+            module=module,
+            columns=Columns(
+                start=start, width=width, first=first * size, size=jnp.int32(size)
+            ),
+        )
+
+    num_tiles, crowd = tile_slot_ref.shape[1], config.crowd
+    alone = look_up(1)
+    if crowd is None or num_tiles < crowd.least_tiles:
+        return alone, None
+    # Both looked up: neither waits for what says which of them it is.
+    crowded = tile_slot_ref[number, crowd.least_tiles - 1] >= 0
+    choose = functools.partial(jnp.where, crowded)
+    return jax.tree.map(choose, look_up(crowd.shares), alone), crowded
 
 
 def expand(
@@ -116,7 +128,7 @@ def expand(
                 config=config,
             ),
             out_shape=jax.ShapeDtypeStruct(y.shape, y.dtype),
-            grid=(segments.num_tiles * config.num_programs(pool.d_outs),),
+            grid=(segments.num_tiles * sum(config.programs(pool.d_outs)),),
             input_output_aliases={0: 0},
             # Nothing to pipeline: all of a program's loads are in flight at once.
             compiler_params=plgpu.CompilerParams(
@@ -157,26 +169,21 @@ def expand_kernel(
     d_out_offsets: tuple[int, ...],
     config: ExpandConfig,
     place: Array | None = None,
-    await_v: Callable[[Array, Array | int], None] | None = None,
+    await_v: Callable[[Array, Array], None] | None = None,
 ):
-    """Add one program's blocks of a tile's product to y, or of a window's tiles.
+    """Add a product to one program's columns of a tile's rows, or of a window's.
 
     Each program of a tile that has an adapter calls `await_v`, if there is one, once,
     with the tile and how many of its programs do; programs of windows have none.
     """
     options = dict(zip(option_names, refs[:-1], strict=True))
     y_ref, slots_ref = refs[-1], options.pop("slots", None)
+    weights_ref = options.pop("weights", None)
+    assert config.crowd is None or not options  # idle tiles' rows have a residual
     place = pl.program_id(0) if place is None else place
-    look_up = functools.partial(
-        _work_of, place, tile_slot_ref, number, d_outs, d_out_offsets, config
+    work, crowded = _work_of(
+        place, tile_slot_ref, number, d_outs, d_out_offsets, config
     )
-    work, walk, walks = look_up(turns=1), config.walk, None
-    if walk is not None and tile_slot_ref.shape[1] >= walk.least_tiles:
-        assert "residual" not in options  # which idle tiles' rows get
-        # Both looked up: neither waits for what says which of them it is.
-        walks = tile_slot_ref[number, walk.least_tiles - 1] >= 0
-        many = look_up(turns=walk.turns)
-        work = jax.tree.map(functools.partial(jnp.where, walks), many, work)
     tile, slot, module = work.tile, work.slot, work.module
     windowed = config.windowed
     # An idle tile has work only where every row gets a residual.
@@ -195,14 +202,14 @@ def expand_kernel(
             rows_ref, tile_first_ref, ends, number, tile, block_rows
         )
         weight = None
-        if "weights" in options:
-            weight = load(options.pop("weights").at[number, entry], live)
+        if weights_ref is not None:
+            weight = load(weights_ref.at[number, entry], live)
         wait = None
         if await_v is not None:
             wait = functools.partial(await_v, tile, work.num_programs)
         ExpandTile(
             columns=work.columns,
-            walks=walks,
+            crowded=crowded,
             whole=all(size % config.num_columns == 0 for size in d_outs),
             config=config,
             row=row,

@@ -1,7 +1,7 @@
 """What an adapter adds to some columns of some of its rows of y.
 
-Those of a tile, or of its tiles in a window (`_entries`). Runs inside `_expand`'s
-kernels only. Knows refs; nothing of launches.
+Those of a tile, or of its tiles in a window (`_entries`). Runs inside kernels only:
+`_expand`'s, which is also a part of `_pair`'s. Knows refs; nothing of launches.
 """
 
 import dataclasses
@@ -46,8 +46,8 @@ class ExpandTile:
 
     Attributes:
       columns: of one module.
-      walks: `bool[]`, whether they are those of several programs; None if no program
-        of the launch has several.
+      crowded: `bool[]`, whether they are those of several programs, see `Crowd`; None
+        where they never are.
       whole: whether no block of columns goes past a module's end.
       config: of the launch.
       row, live: `i32[n]` and `bool[n]`, the rows of y, and which there are.
@@ -61,7 +61,7 @@ class ExpandTile:
     """
 
     columns: Columns
-    walks: Array | None
+    crowded: Array | None
     whole: bool
     config: ExpandConfig
     row: Array
@@ -82,7 +82,9 @@ class ExpandTile:
         if pages.max_count > 1:
             pl.when(pages.count > 1)(self._add_several)
         if self.options:
-            pl.when(pages.count == 0)(lambda: self._add_blocks(_begin_nothing))
+            pl.when(pages.count == 0)(
+                lambda: self._add_blocks(_begin_nothing, unrolled=False)
+            )
         if self.wait is not None:
             pl.when(pages.count == 0)(self.wait)
 
@@ -93,58 +95,55 @@ class ExpandTile:
             return
         if self.wait is not None:
             self.wait()
-        self._add_blocks(self._begin_pages)
+        self._add_blocks(self._begin_pages, unrolled=False)
 
     def _add_whole(self, lanes: PageLanes) -> None:
         """Add the product of all pages at once."""
-        if self.walks is None:
+        if self.crowded is None:
             self._add_at_once(lanes)
             return
         # One branch of two: two conditions took 140 registers, this 106.
         lax.cond(
-            self.walks,
+            self.crowded,
             lambda: self._add_in_turn(lanes),
             lambda: self._add_at_once(lanes),
         )
 
     def _add_at_once(self, lanes: PageLanes) -> None:
         """Add it to all blocks; what they need is asked for before v is waited for."""
-        factor, block_n = self.begin_factor(lanes), self.config.block_n
-        if self.wait is not None:
+        if self.wait is None:
+            factor = self.begin_factor(lanes)
+        else:
             factor = functools.cache(functools.partial(self._factor, lanes))
-
-        def add(i):
-            first = self.columns.first + i * block_n
-            self._add_block(self._begin_lanes(lanes, factor), first, block_n)
-
-        walk_blocks(self.config.num_blocks, add, unrolled=True)
+        self._add_blocks(self._begin_lanes(lanes, factor), unrolled=True)
 
     def _add_in_turn(self, lanes: PageLanes) -> None:
-        """Add it to one block after the other, in a loop that loads ahead."""
+        """Add it to a crowd's blocks in turn, in a loop that loads ahead."""
+        assert self.config.crowd is not None
+        columns, block_n = self.columns, self.config.crowd.block_n
         factor = self._factor(lanes)
-        self._add_blocks(self._begin_lanes(lanes, lambda: factor))
+        begin = self._begin_lanes(lanes, lambda: factor)
+        size = jnp.minimum(columns.width - columns.first, columns.size)
+        count, _ = split_number(size + block_n - 1, block_n)
+
+        def add(i, _):
+            self._add_block(begin, columns.first + i * block_n, block_n)
+
+        lax.fori_loop(0, count, add, None)
 
     def _factor(self, lanes: PageLanes) -> Array:
         if self.wait is not None:
             self.wait()
         return self.begin_factor(lanes)()
 
-    def _add_blocks(self, begin: _Begin) -> None:
-        """Add something to one block after the other."""
-        columns, walk = self.columns, self.config.walk
-        if self.walks is None:
-            walk = None
-        block_n = self.config.block_n if walk is None else walk.block_n
+    def _add_blocks(self, begin: _Begin, *, unrolled: bool) -> None:
+        """Add something to each of the program's own blocks."""
+        block_n = self.config.block_n
 
         def add(i):
-            self._add_block(begin, columns.first + i * block_n, block_n)
+            self._add_block(begin, self.columns.first + i * block_n, block_n)
 
-        if walk is None:
-            walk_blocks(self.config.num_blocks, add, unrolled=False)
-        else:
-            size = jnp.minimum(columns.width - columns.first, columns.size)
-            count, _ = split_number(size + block_n - 1, block_n)
-            lax.fori_loop(0, count, lambda i, _: add(i), None)
+        walk_blocks(self.config.num_blocks, add, unrolled=unrolled)
 
     def _add_block(self, begin: _Begin, first: Array, block_n: int) -> None:
         """Add to `block_n` columns from `first` of the module on."""

@@ -1,8 +1,9 @@
 """Shrink and expand of a few rows in one launch: less than the latency of two.
 
 A shrink's programs are the launch's first. Those of the expand look up their pages, and
-ask for B and y, while these still work; then they wait for their own tile's. A GPU
-begins programs in the order of their numbers, so whoever is waited for runs already
+ask for B and y, while these still work; then they wait for their own tile's. (In a
+crowd they wait first: hardly one begins so early.) A GPU begins programs in the order
+of their numbers, so whoever is waited for runs already
 (as a scan in one pass has it: Merrill and Garland, 2016). The sums and their order are
 those of two launches. Knows pools and segments as arrays; nothing of models.
 """
@@ -25,8 +26,8 @@ from punica_jax.pallas_kernels._pool import LoraPool
 from punica_jax.pallas_kernels._segments import Segments
 from punica_jax.pallas_kernels._sgmv_config import (
     MAX_PROJECT_ROWS,
+    Crowd,
     ExpandConfig,
-    Walk,
     shrink_config,
 )
 from punica_jax.pallas_kernels._shrink import shrink, shrink_kernel
@@ -42,14 +43,14 @@ _MAX_BLOCK_N = 256
 # begins with, from its tile to v, takes longer than to read its share of B. 64 rows of
 # 64 adapters of rank 16 to 3 x 4096 columns take 27.6 us so, 31.0 without, and with two
 # or four 29.4, 29.1; of rank 64 to 11008 columns 51.9, 57.6, 52.1, 54.3 (one H100).
-_TURNS = 3
+_SHARES = 3
 # If so many programs are left: with 352 of them, 32 rows of 32 adapters of rank 16 to
 # 4096 columns take 11.0 us, not 9.5.
 _LEAST_PROGRAMS = 400
 # Of their columns at once, where adapters may have several pages: with 256 the memory
 # for copies leaves room for two programs instead of five, and 64 rows of 8 adapters of
-# rank 64 to 11008 columns, which do not walk, take 15.4 us, not 14.4.
-_MAX_WALK_BLOCK_N = 128
+# rank 64 to 11008 columns, which are no crowd, take 15.4 us, not 14.4.
+_MAX_CROWD_BLOCK_N = 128
 # A count for each tile, in a cache line of its own: 32 rows of 32 adapters take 8.9 us
 # so, and 9.8 with all counts side by side.
 _COUNT_STRIDE = 32
@@ -95,7 +96,7 @@ def _launch(
 ) -> Array:
     shrinks = shrink_config(pool.d_in, pool.dtype)
     expands = _config(pool, segments)
-    num_expands = expands.num_programs(pool.d_outs)
+    num_expands = sum(expands.programs(pool.d_outs))
     num_shrinks = shrinks.splits * pool.num_modules
     assert num_shrinks < _WAITING, num_shrinks
     assert num_expands < _MAX_WAITING, num_expands
@@ -152,16 +153,17 @@ def _config(pool: LoraPool, segments: Segments) -> ExpandConfig:
     config = expand_config_of(pool, segments)
     block_n = min(config.block_n, _MAX_BLOCK_N)
     config = dataclasses.replace(config, block_n=block_n)
-    if pool.dtype.itemsize > 2:  # no tensor cores, which it would keep busy
+    max_pages = pool.page_table.shape[1]
+    # (Crowds of float32, or of more pages than are loaded at once, were not measured.)
+    if pool.dtype.itemsize > 2 or max_pages > config.pages_at_once:
         return config
-    num_programs = config.num_programs(pool.d_outs, _TURNS)
-    most = _MAX_BLOCK_N if pool.page_table.shape[1] == 1 else _MAX_WALK_BLOCK_N
-    walk = Walk(
-        turns=_TURNS,
+    num_programs = sum(config.programs(pool.d_outs, _SHARES))
+    crowd = Crowd(
+        shares=_SHARES,
         least_tiles=pl.cdiv(_LEAST_PROGRAMS, num_programs),
-        block_n=min(block_n, most),
+        block_n=min(block_n, _MAX_BLOCK_N if max_pages == 1 else _MAX_CROWD_BLOCK_N),
     )
-    return dataclasses.replace(config, walk=walk)
+    return dataclasses.replace(config, crowd=crowd)
 
 
 def _kernel(
@@ -201,9 +203,7 @@ def _kernel(
         expand(*own, place=program - first_expand, await_v=await_v)
 
 
-def _await(
-    counts_ref: Any, tile: Array, num_stored: int, num_waiting: Array | int
-) -> None:
+def _await(counts_ref: Any, tile: Array, num_stored: int, num_waiting: Array) -> None:
     """Wait until so many programs have stored their part of a tile's v.
 
     Whoever is the last to come sets the count to zero; who sees that goes on, too.

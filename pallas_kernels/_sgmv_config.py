@@ -124,14 +124,15 @@ def add_splits(parts: Sequence[Array]) -> Array:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Walk:
-    """How a program takes the columns of `turns`, where many tiles have an adapter.
+class Crowd:
+    """What an expand does where many tiles have an adapter: only the device knows.
 
-    From `least_tiles` on, known only on the device; in blocks of `block_n`, some of
-    which a loop loads ahead.
+    From `least_tiles` on a program takes the columns of `shares` programs, in a loop
+    over blocks of `block_n`, some of which it loads ahead; the launch's last programs
+    then have nothing to do.
     """
 
-    turns: int
+    shares: int
     least_tiles: int
     block_n: int
 
@@ -141,8 +142,10 @@ class ExpandConfig:
     """`num_blocks` blocks of `block_n` columns of one module a program.
 
     At most `pages_at_once` rank pages of its adapter are multiplied at once. A
-    `windowed` program takes all tiles of its adapter that begin in one window. Where
-    there is a `walk` others may have none of their own.
+    `windowed` program takes all tiles of its adapter that begin in one window.
+
+    Raises:
+      ValueError: a crowd's blocks do not fill a program's columns, or are a window's.
     """
 
     block_n: int
@@ -150,16 +153,23 @@ class ExpandConfig:
     num_blocks: int = 1
     pages_at_once: int = 1
     windowed: bool = False
-    walk: Walk | None = None
+    crowd: Crowd | None = None
+
+    def __post_init__(self):
+        crowd = self.crowd
+        if crowd and (self.windowed or self.num_columns % crowd.block_n):
+            raise ValueError(
+                "a crowd's block_n must divide a program's columns, which are no "
+                f"window's, got {self}"
+            )
 
     @property
     def num_columns(self) -> int:
         return self.num_blocks * self.block_n
 
-    def num_programs(self, d_outs: Sequence[int], turns: int = 1) -> int:
-        """Return how many programs a tile has, if each takes the columns of `turns`."""
-        size = turns * self.num_columns
-        return sum(pl.cdiv(width, size) for width in d_outs)
+    def programs(self, d_outs: Sequence[int], shares: int = 1) -> tuple[int, ...]:
+        """Return each module's programs of a tile, if one has the columns of shares."""
+        return tuple(pl.cdiv(width, shares * self.num_columns) for width in d_outs)
 
 
 def shrink_config(d_in: int, dtype: Any) -> ShrinkConfig:

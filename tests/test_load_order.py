@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 from jax.extend import core
 
-from punica_jax.pallas_kernels import LoraPool, segment_metadata
+from punica_jax.pallas_kernels import LoraPool, _pair, segment_metadata
 from punica_jax.pallas_kernels._expand import expand
 from punica_jax.pallas_kernels._fused import Shrunk, gated_expand, rotary_expand
 from punica_jax.pallas_kernels._shrink import shrink
@@ -47,7 +47,7 @@ def kernels(jaxpr: core.Jaxpr):
 
 
 def launch(form: str, max_pages: int):
-    modules = {"expand": 1, "gated": 2, "rotary": 3}[form]
+    modules = {"lora": 1, "expand": 1, "gated": 2, "rotary": 3}[form]
     pool = LoraPool(
         a=jnp.zeros((8, modules, 16, 128), jnp.bfloat16),
         b=jnp.zeros((8, 16, modules * WIDTH), jnp.bfloat16),
@@ -60,6 +60,8 @@ def launch(form: str, max_pages: int):
         segments = segment_metadata(
             slots, num_slots=4, implementation="pallas_interpret"
         )
+        if form == "lora":
+            return _pair._launch(y, x, pool, segments, interpret=False)
         shrunk = Shrunk(shrink(x, pool, segments), pool, segments)
         if form == "rotary":
             table = jnp.zeros((ROWS, HEAD), jnp.bfloat16)
@@ -71,9 +73,10 @@ def launch(form: str, max_pages: int):
         options = {"scale": vector, "bias": vector, "residual": y}
         return expand(y, shrunk.v, pool, segments, **options)
 
-    x = jnp.zeros((ROWS, 128), jnp.bfloat16)
-    y = jnp.zeros((ROWS, modules * WIDTH), jnp.bfloat16)
-    jaxpr = jax.make_jaxpr(run)(x, y, jnp.zeros(ROWS, jnp.int32)).jaxpr
+    rows = 32 if form == "lora" else ROWS
+    x = jnp.zeros((rows, 128), jnp.bfloat16)
+    y = jnp.zeros((rows, modules * WIDTH), jnp.bfloat16)
+    jaxpr = jax.make_jaxpr(run)(x, y, jnp.zeros(rows, jnp.int32)).jaxpr
     *_, call = kernels(jaxpr)
     return call.params["jaxpr"]
 
@@ -93,3 +96,49 @@ def test_all_loads_come_before_the_first_product(form, num_products, max_pages):
         assert len(order) >= num_products * 3 + 1
         first = order.index("dot_general")
         assert not _LOADS & set(order[first:])
+
+
+def paths(jaxpr: core.Jaxpr) -> set[tuple[str, ...]]:
+    """Return what a program may do, in order: `wait`, load `v` or `other`, `dot`.
+
+    Of each choice one branch; of a loop its body, but for one that waits.
+    """
+    found = {()}
+    for eqn in jaxpr.eqns:
+        name = eqn.primitive.name
+        if name == "cond":
+            several = [paths(branch.jaxpr) for branch in eqn.params["branches"]]
+            own = set().union(*several)
+        elif name == "while":
+            own = paths(eqn.params["body_jaxpr"].jaxpr)
+            own = {("wait",)} if own == {("atomic",)} else own
+        elif name in ("scan", "pjit", "jit", "closed_call"):
+            inner = eqn.params["jaxpr" if name != "closed_call" else "call_jaxpr"]
+            own = paths(inner.jaxpr)
+        elif name == "masked_load" and eqn.outvars[0].aval.ndim > 1:
+            is_v = eqn.outvars[0].aval.dtype == jnp.float32
+            own = {("v" if is_v else "other",)}
+        elif name in ("atomic_rmw", "dot_general"):
+            own = {(name.partition("_")[0],)}
+        else:
+            continue
+        found = {before + after for before in found for after in own}
+    return found
+
+
+@pytest.mark.parametrize("max_pages", [1, 4])
+def test_v_is_loaded_after_it_was_waited_for(monkeypatch, max_pages):
+    monkeypatch.setattr(_pair, "_LEAST_PROGRAMS", 1)
+    *_, expands = launch("lora", max_pages).eqns
+    found = set().union(*(paths(own.jaxpr) for own in expands.params["branches"]))
+    # Not of two conditions that never hold at once.
+    found = {order for order in found if "v" in order and order.count("wait") == 1}
+    first = set()
+    for order in found:
+        waited = order.index("wait")
+        assert "v" not in order[:waited], order
+        before = order[:waited].count("other")
+        first.add(before)
+        # All that a program of no crowd needs; else nothing.
+        assert before in (0, order.count("other")), order
+    assert len(first) == 2, found

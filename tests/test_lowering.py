@@ -17,6 +17,7 @@ from punica_jax.batch import Batch, Buckets
 from punica_jax.chunk import Chunk
 from punica_jax.models import GroupPools, KvCache, Llama, LoraPools
 from punica_jax.pallas_kernels import (
+    _pair,
     lora,
     lora_gated,
     lora_linear,
@@ -141,6 +142,9 @@ def test_wide_product_of_many_adapters(max_rank):
     y, x = jnp.zeros((64, 15104), jnp.bfloat16), jnp.zeros((64, 64), jnp.bfloat16)
     calls = lower(forward, y, x, groups.layer(1), jnp.zeros(64, jnp.int32))
     assert names(calls) == ["segment_metadata", "lora_pair"]
+    segments = segment_metadata(jnp.zeros(64, jnp.int32), num_slots=64)
+    crowd = _pair._config(groups.layer(1), segments).crowd
+    assert crowd is None if max_rank > 64 else crowd.least_tiles <= segments.num_tiles
 
 
 def test_metadata_of_many_rows_is_xlas():

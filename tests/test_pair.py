@@ -9,7 +9,12 @@ import numpy as np
 import pytest
 
 from punica_jax.pallas_kernels import _expand, _pair, _shrink, lora, segment_metadata
-from punica_jax.pallas_kernels._sgmv_config import MAX_PROJECT_ROWS, Walk
+from punica_jax.pallas_kernels._expand_tile import ExpandTile
+from punica_jax.pallas_kernels._sgmv_config import (
+    MAX_PROJECT_ROWS,
+    Crowd,
+    ExpandConfig,
+)
 from tests.attention_cases import assert_same
 from tests.sgmv_cases import make_case
 from tests.warpgroup_cases import in_second_layer
@@ -102,43 +107,63 @@ def test_weights_and_tiles_of_many_rows(d_outs, implementation):
     check_bits(y, x, pool, segments, implementation)
 
 
-# Of 656 columns, six blocks, each program of two walks three; of 72 there is one.
+# Of 656 columns, five blocks and a part, a program of a crowd takes three.
 WIDE = (656, 72)
-SIX_PAGES = [[96, 16], [16, 0], [0, 96], [33, 96], [96, 96], [0, 0]]
 
 
 @pytest.fixture
 def crowd(monkeypatch):
-    """From five tiles on an adapter's programs walk, however few they are."""
+    """A crowd from five tiles on, where a tile has three programs; by half blocks."""
     monkeypatch.setattr(_pair, "_LEAST_PROGRAMS", 5 * 3)
+    monkeypatch.setattr(_pair, "_MAX_CROWD_BLOCK_N", 64)
+
+
+def crowds():
+    """Yield 64 rows' slots, and of how many tiles they are."""
+    rng = np.random.default_rng(1)
+    slots = [0], [0, 1, 3, 4], [0, 1, 2, 3, 4], range(-1, 6)
+    for some, num_tiles in zip(slots, (4, 4, 5, 6), strict=True):
+        yield jnp.asarray(rng.permutation(np.resize(some, 64)), jnp.int32), num_tiles
 
 
 @BOTH
 @pytest.mark.parametrize(
-    ("dtype", "ranks", "weighted"),
+    ("dtype", "d_outs", "ranks", "weighted"),
     [
-        ("bfloat16", RANKS, False),
-        pytest.param("bfloat16", SIX_PAGES, True, marks=pytest.mark.grid),
-        pytest.param("float16", [[16, 5]] * 6, True, marks=pytest.mark.grid),
+        ("bfloat16", WIDE, RANKS, False),
+        pytest.param("bfloat16", (768, 128), RANKS, True, marks=pytest.mark.grid),
+        pytest.param("float16", WIDE, [[16, 5]] * 6, True, marks=pytest.mark.grid),
     ],
 )
-def test_programs_that_walk(crowd, dtype, ranks, weighted, implementation):
-    y, x, pool, _ = operands_of(64, dtype=dtype, d_outs=WIDE, ranks=ranks)
-    segments = functools.partial(segments_of, implementation=implementation)
+def test_crowds(crowd, dtype, d_outs, ranks, weighted, implementation):
+    y, x, pool, _ = operands_of(64, dtype=dtype, d_outs=d_outs, ranks=ranks)
     weights = jnp.linspace(0.5, 2, 64, dtype=jnp.float32)[:, None] if weighted else None
-    rng = np.random.default_rng(1)
-    tiles = []
-    for some in ([0], [0, 1, 3, 4], [0, 1, 2, 3, 4], range(-1, 6)):
-        slots = jnp.asarray(rng.permutation(np.resize(some, 64)), jnp.int32)
-        own = segments(slots, weights=weights)
-        tiles.append(int((own.tile_slot >= 0).sum()))
-        check_bits(y, x, pool, own, implementation)
-    assert tiles == [4, 4, 5, 6]
-    walk = _pair._config(pool, own).walk
-    assert walk == Walk(turns=3, least_tiles=5, block_n=128)
+    for slots, _ in crowds():
+        segments = segments_of(slots, implementation, weights)
+        block_n = 128 if pool.page_table.shape[1] == 1 else 64
+        expected = Crowd(shares=3, least_tiles=5, block_n=block_n)
+        assert _pair._config(pool, segments).crowd == expected
+        check_bits(y, x, pool, segments, implementation)
 
 
-def test_what_walks_and_from_how_many_tiles_on():
+def test_where_a_crowd_begins(crowd, monkeypatch):
+    def wait(tile, lanes):
+        del lanes
+        tile.wait()
+
+    monkeypatch.setattr(ExpandTile, "_add_in_turn", wait)
+    # Modules of a page each, so that a crowd adds nothing now.
+    y, x, pool, _ = operands_of(64, d_outs=WIDE, ranks=[[16, 16]] * 6)
+    for slots, num_tiles in crowds():
+        segments = segments_of(slots, INTERPRET)
+        assert int((segments.tile_slot >= 0).sum()) == num_tiles
+        if num_tiles < 5:
+            check_bits(y, x, pool, segments, INTERPRET)
+        else:
+            assert_same(in_one(y, x, pool, segments, implementation=INTERPRET), y)
+
+
+def test_how_many_tiles_are_a_crowd():
     def least_tiles(d_outs, max_rank, dtype="bfloat16"):
         case = make_case(rows=64, ranks=[[1] * len(d_outs)], d_in=16, d_outs=d_outs)
         pool = dataclasses.replace(
@@ -147,14 +172,23 @@ def test_what_walks_and_from_how_many_tiles_on():
             b=jnp.zeros((1, 16, sum(d_outs)), dtype),
             page_table=jnp.zeros((64, max_rank // 16), jnp.int32),
         )
-        walk = _pair._config(pool, segments_of(jnp.zeros(64, jnp.int32), "xla")).walk
-        return walk and (walk.least_tiles, walk.block_n)
+        segments = segments_of(jnp.zeros(64, jnp.int32), "xla")
+        crowd = _pair._config(pool, segments).crowd
+        return crowd and (crowd.least_tiles, crowd.block_n)
 
     assert least_tiles((4096,), 16) == least_tiles((4096,), 64) == (37, 128)
     assert least_tiles((4096,) * 3, 64) == (13, 128)
     assert least_tiles((11008,), 16) == (27, 256)
     assert least_tiles((11008,) * 2, 64) == (14, 128)
     assert least_tiles((4096,), 16, "float32") is None
+    assert least_tiles((4096,), 128) is None
+
+
+@pytest.mark.parametrize(("block_n", "windowed"), [(96, False), (64, True)])
+def test_blocks_that_a_crowd_cannot_have(block_n, windowed):
+    crowd = Crowd(shares=3, least_tiles=5, block_n=block_n)
+    with pytest.raises(ValueError, match="must divide a program's columns"):
+        ExpandConfig(block_n=128, num_warps=4, windowed=windowed, crowd=crowd)
 
 
 @BOTH
@@ -216,7 +250,8 @@ def test_each_row_of_a_batch_has_segments_of_its_own():
         ("bfloat16", D_OUTS, [[5, 16]] * 6, True),
         ("float32", (136,), RANKS, True),
         ("bfloat16", (136,), [[128], [16], [0], [100], [33], [17]], False),
-        ("bfloat16", (656, 72), RANKS, False),
+        ("bfloat16", WIDE, RANKS, False),
+        ("float16", WIDE, [[5, 16]] * 6, True),
     ],
 )
 def test_counts_are_zeros_again(crowd, monkeypatch, dtype, d_outs, ranks, weighted):

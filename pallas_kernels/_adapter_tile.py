@@ -97,7 +97,9 @@ class AdapterTile:
             return
         single = functools.reduce(operator.and_, [own.count == 1 for own in known])
         pl.when(self.busy & single)(lambda: work([own.single() for own in known]))
-        pl.when(self.busy & ~single)(lambda: work([own.whole() for own in known]))
+        pl.when(self.busy & ~single)(
+            lambda: work([own.whole() if own.are_at_once else None for own in known])
+        )
 
     def begin_factor(self, module: Any, lanes: PageLanes | None) -> _Begun | None:
         """Begin to load v of all that a module has; None if `lanes` is."""

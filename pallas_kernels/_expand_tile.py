@@ -78,7 +78,7 @@ class ExpandTile:
     def add(self) -> None:
         """Add the adapter's product, and what the options say; wait once."""
         pages = self.pages
-        pl.when(pages.count == 1)(lambda: self._add_whole(pages.single()))
+        pl.when(pages.count == 1)(lambda: self._add_whole(pages.single))
         if pages.max_count > 1:
             pl.when(pages.count > 1)(self._add_several)
         if self.options:
@@ -89,24 +89,23 @@ class ExpandTile:
             pl.when(pages.count == 0)(self.wait)
 
     def _add_several(self) -> None:
-        lanes = self.pages.whole()
-        if lanes is not None:
-            self._add_whole(lanes)
+        if self.pages.are_at_once:
+            self._add_whole(self.pages.whole)
             return
         if self.wait is not None:
             self.wait()
         self._add_blocks(self._begin_pages, unrolled=False)
 
-    def _add_whole(self, lanes: PageLanes) -> None:
+    def _add_whole(self, look_up: Callable[[], PageLanes]) -> None:
         """Add the product of all pages at once."""
         if self.crowded is None:
-            self._add_at_once(lanes)
+            self._add_at_once(look_up())
             return
         # One branch of two: two conditions took 140 registers, this 106.
         lax.cond(
             self.crowded,
-            lambda: self._add_in_turn(lanes),
-            lambda: self._add_at_once(lanes),
+            lambda: self._add_in_turn(look_up()),
+            lambda: self._add_at_once(look_up()),
         )
 
     def _add_at_once(self, lanes: PageLanes) -> None:

@@ -134,16 +134,19 @@ class AdapterPages:
         """Return the only page's lanes."""
         return _lanes_of(self.page, 0)
 
-    def whole(self) -> PageLanes | None:
-        """Return all pages' lanes; None where they are not taken at once."""
-        if self.width == 1 or self.width < self.max_count:
-            return None
+    @property
+    def are_at_once(self) -> bool:
+        """Whether all that a module may have are taken at once."""
+        return self.width > 1 and self.width >= self.max_count
+
+    def whole(self) -> PageLanes:
+        """Return all pages' lanes, where they are taken at once."""
         return self._lanes(0, self.width)
 
     def fold(self, step: Callable[[PageLanes, Any], Any], init: Any) -> Any:
         """Fold `step(lanes, carry)` over the pages in order, several at once."""
-        if (lanes := self.whole()) is not None:
-            return step(lanes, init)
+        if self.are_at_once:
+            return step(self.whole(), init)
         width = self.width
         return lax.fori_loop(
             0,

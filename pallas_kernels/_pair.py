@@ -42,14 +42,14 @@ _MAX_BLOCK_N = 256
 # Where many tiles have an adapter a program takes the columns of so many: what each
 # begins with, from its tile to v, takes longer than to read its share of B. 64 rows of
 # 64 adapters of rank 16 to 3 x 4096 columns take 27.6 us so, 31.0 without, and with two
-# or four 29.4, 29.1; of rank 64 to 11008 columns 51.9, 57.6, 52.1, 54.3 (one H100).
+# or four 29.4, 29.1; of rank 64 to 11008 columns 51.9, 57.6, 52.1, 54.3. Few adapters
+# pay for it: 8 of rank 64 to 11008 columns take 14.1, not 13.2 (one H100).
 _SHARES = 3
 # If so many programs are left: with 352 of them, 32 rows of 32 adapters of rank 16 to
 # 4096 columns take 11.0 us, not 9.5.
 _LEAST_PROGRAMS = 400
 # Of their columns at once, where adapters may have several pages: with 256 the memory
-# for copies leaves room for two programs instead of five, and 64 rows of 8 adapters of
-# rank 64 to 11008 columns, which are no crowd, take 15.4 us, not 14.4.
+# for copies leaves room for two programs instead of five, and those 8 take 15.4 us.
 _MAX_CROWD_BLOCK_N = 128
 # A count for each tile, in a cache line of its own: 32 rows of 32 adapters take 8.9 us
 # so, and 9.8 with all counts side by side.

@@ -66,8 +66,9 @@ def _work_of(
         counts = config.programs(d_outs, shares)
         size = shares * config.num_columns
         tile, program = place_of_program(place, num_tiles, sum(counts), TILES_AT_ONCE)
-        slot = None
-        if shares > 1:  # of more places than there are programs
+        if shares == 1:
+            slot = tile_slot_ref[number, tile]
+        else:  # there are more places than programs
             there = place < num_tiles * sum(counts)
             tile = jnp.where(there, tile, 0)
             slot = jnp.where(there, tile_slot_ref[number, tile], -1)
@@ -76,7 +77,7 @@ def _work_of(
         )
         return _Work(
             tile=tile,
-            slot=tile_slot_ref[number, tile] if slot is None else slot,
+            slot=slot,
             num_programs=jnp.int32(sum(counts)),
             module=module,
             columns=Columns(

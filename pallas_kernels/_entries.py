@@ -75,3 +75,19 @@ def window_rows(
     live = inside & (slot == own)
     entry, row = (jnp.where(live, at, outside) for at in (entry, row))
     return entry, live, row
+
+
+def program_rows(
+    rows_ref: Any,  # i32[passes, rows]
+    tile_first_ref: Any,  # i32[passes, tiles]
+    tile_end_ref: Any,  # i32[passes, tiles]
+    slots_ref: Any,  # i32[passes, rows]; None where there are no windows
+    number: Array | int,
+    tile: Array,
+    block_rows: int,
+    *,
+    windowed: bool,
+) -> tuple[Array, Array, Array]:
+    """Return `window_rows` of a program that takes a window's tiles, or `tile_rows`."""
+    find, ends = (window_rows, slots_ref) if windowed else (tile_rows, tile_end_ref)
+    return find(rows_ref, tile_first_ref, ends, number, tile, block_rows)

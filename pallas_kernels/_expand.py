@@ -15,13 +15,9 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from punica_jax.pallas_kernels._entries import leads_window, tile_rows, window_rows
+from punica_jax.pallas_kernels._entries import leads_window, program_rows
 from punica_jax.pallas_kernels._expand_tile import Columns, ExpandTile
-from punica_jax.pallas_kernels._launch import (
-    given,
-    pallas_call,
-    place_of_program,
-)
+from punica_jax.pallas_kernels._launch import given, pallas_call, place_of_program
 from punica_jax.pallas_kernels._lora_operands import launch_tables
 from punica_jax.pallas_kernels._page_tiles import (
     AdapterPages,
@@ -198,9 +194,9 @@ def expand_kernel(
     @pl.when(busy)
     def _():
         tables = page_table_ref, num_pages_ref, layer_ref
-        find, ends = (window_rows, slots_ref) if windowed else (tile_rows, tile_end_ref)
-        entry, live, row = find(
-            rows_ref, tile_first_ref, ends, number, tile, block_rows
+        places = rows_ref, tile_first_ref, tile_end_ref, slots_ref
+        entry, live, row = program_rows(
+            *places, number, tile, block_rows, windowed=windowed
         )
         weight = None
         if weights_ref is not None:

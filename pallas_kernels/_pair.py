@@ -161,7 +161,7 @@ def _config(pool: LoraPool, segments: Segments) -> ExpandConfig:
     crowd = Crowd(
         shares=_SHARES,
         least_tiles=pl.cdiv(_LEAST_PROGRAMS, num_programs),
-        block_n=min(block_n, _MAX_BLOCK_N if max_pages == 1 else _MAX_CROWD_BLOCK_N),
+        block_n=block_n if max_pages == 1 else min(block_n, _MAX_CROWD_BLOCK_N),
     )
     return dataclasses.replace(config, crowd=crowd)
 

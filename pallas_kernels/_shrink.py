@@ -14,7 +14,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from punica_jax.pallas_kernels._entries import leads_window, tile_rows, window_rows
+from punica_jax.pallas_kernels._entries import leads_window, program_rows
 from punica_jax.pallas_kernels._launch import (
     pallas_call,
     place_of_program,
@@ -127,9 +127,9 @@ def shrink_kernel(
 
     @pl.when(busy)
     def _():
-        find, ends = (window_rows, slots_ref) if windowed else (tile_rows, tile_end_ref)
-        entry, live, row = find(
-            rows_ref, tile_first_ref, ends, number, tile, block_rows
+        places = rows_ref, tile_first_ref, tile_end_ref, slots_ref
+        entry, live, row = program_rows(
+            *places, number, tile, block_rows, windowed=windowed
         )
 
         def store(module, lanes: PageLanes, total: Array) -> None:

@@ -112,9 +112,8 @@ def paths(jaxpr: core.Jaxpr) -> set[tuple[str, ...]]:
         elif name == "while":
             own = paths(eqn.params["body_jaxpr"].jaxpr)
             own = {("wait",)} if own == {("atomic",)} else own
-        elif name in ("scan", "pjit", "jit", "closed_call"):
-            inner = eqn.params["jaxpr" if name != "closed_call" else "call_jaxpr"]
-            own = paths(inner.jaxpr)
+        elif name in ("scan", "pjit", "jit"):
+            own = paths(eqn.params["jaxpr"].jaxpr)
         elif name == "masked_load" and eqn.outvars[0].aval.ndim > 1:
             is_v = eqn.outvars[0].aval.dtype == jnp.float32
             own = {("v" if is_v else "other",)}

@@ -91,11 +91,6 @@ class StepLoop:
             if one.terms.deadline_s is not None:
                 due_s = one.arrived_s + one.terms.deadline_s
                 heapq.heappush(self._timed, (due_s, one.arrival, one))
-        # Those that ended in time are kept no longer than there are as many others.
-        num_left = self.scheduler.num_waiting + len(self.scheduler.running)
-        if len(self._timed) > 2 * num_left:
-            self._timed = [entry for entry in self._timed if not entry[-1].is_over]
-            heapq.heapify(self._timed)
 
     def cancel(
         self, sequence: SequenceState, reason: FinishReason = "cancelled"
@@ -245,6 +240,14 @@ class StepLoop:
             for sequence in over:
                 self.scheduler.release(sequence)
             self._over += over
+            self._forget_punctual()
+
+    def _forget_punctual(self) -> None:
+        """Keep those that ended in time no longer than there are as many others."""
+        num_left = self.scheduler.num_waiting + len(self.scheduler.running)
+        if len(self._timed) > 2 * num_left:
+            self._timed = [entry for entry in self._timed if not entry[-1].is_over]
+            heapq.heapify(self._timed)
 
     def _end_late(self) -> None:
         now_s = time.monotonic()

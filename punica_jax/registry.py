@@ -156,6 +156,8 @@ class AdapterRegistry(Mapping[str, Version]):
         else:
             self.pinned.pop(version, None)
             self._may_bring = True
+            if version.placement is None:
+                version.asked_s = None  # a request that waits asks again
 
     def _retire(self, version: Version) -> None:
         """Let a version go as soon as nobody holds it."""

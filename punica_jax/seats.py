@@ -191,7 +191,10 @@ def adjusted_logits(
     marks, count = seats.marks[seat], counts[seat]
     repetition = of_rows(seats.repetition)
     seen = (count > 0) | (marks & _IN_PROMPT > 0)
-    x = jnp.where(seen, jnp.where(x > 0, x / repetition, x * repetition), x)
+    # A finite one stays so: the difference of two infinities is none.
+    most = jnp.where(jnp.isinf(x), x, jnp.finfo(jnp.float32).max)
+    raised = jnp.minimum(x / repetition, most)
+    x = jnp.where(seen, jnp.where(x > 0, raised, x * repetition), x)
     x -= of_rows(seats.frequency) * count.astype(jnp.float32)
     x = jnp.where(count > 0, x - of_rows(seats.presence), x)
     early = positions[:, None] < of_rows(seats.min_position)

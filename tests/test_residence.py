@@ -260,6 +260,22 @@ def test_time_in_which_nobody_wants_it_is_not_its_loads(place: Setting):
     assert version.stats.load_s.count == pinned.stats.load_s.count == 1
 
 
+def test_time_since_a_pin_that_was_taken_back_is_not_its_loads(place: Setting):
+    version, other = place.add("x", is_pinned=True), place.add("y", is_pinned=True)
+    residence = place.residence
+    residence.poll()
+    assert version.asked_s is not None and other.asked_s is not None
+    residence.pin("x", False)
+    assert version.asked_s is None and other.asked_s is not None
+    place.settle()
+    assert (version.tier, other.tier) == ("host", "device")
+    began_s = time.monotonic()
+    residence.claim("x")
+    place.settle()
+    assert version.tier == "device"
+    assert version.stats.load_s.max_s <= time.monotonic() - began_s
+
+
 def test_what_is_not_complete_holds_no_weights_beside_the_host(place: Setting):
     """A report that nobody measured has the weights: it goes with them."""
     residence = place.residence

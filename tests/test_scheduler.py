@@ -954,6 +954,20 @@ def test_deadlines_are_looked_at_one_by_one(monkeypatch):
     assert not loop._timed
 
 
+@pytest.mark.parametrize("cancels", [False, True])
+def test_an_idle_loop_keeps_nobody_who_had_a_deadline(cancels):
+    loop = make_loop(FakeAdapters())
+    loop.add(make_sequence([1, 2], page_size=16, deadline_s=3600.0) for _ in range(9))
+    if cancels:
+        for sequence in list(loop.scheduler.sequences):
+            loop.cancel(sequence)
+    for _ in range(100):
+        if not loop.busy:
+            break
+        loop.step()
+    assert not loop.busy and not loop._timed
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_the_simulation_steps_as_the_loop_does(seed):
     rng = random.Random(seed)

@@ -153,17 +153,22 @@ class AdapterRegistry(Mapping[str, Version]):
         version = self[name]
         if is_pinned:
             self.want(version)
-        else:
-            self.pinned.pop(version, None)
-            self._may_bring = True
-            if version.placement is None:
-                version.asked_s = None  # a request that waits asks again
+            return
+        self._may_bring = True
+        if version in self.pinned:
+            del self.pinned[version]
+            # Should a request wait, too, it asks again; the time before is the pin's.
+            self.forgo(name)
 
     def _retire(self, version: Version) -> None:
         """Let a version go as soon as nobody holds it."""
         self.retired[version], version.is_replaced = None, True
         self.pinned.pop(version, None)
         self._settle(version)
+
+    def forgo(self, name: str) -> None:
+        """Take note that nobody waits for an adapter; see `claims.Adapters`."""
+        raise NotImplementedError
 
     def _settle(self, version: Version) -> None:
         """Free what a version has that is retired, once nobody needs it."""

@@ -19,6 +19,8 @@ from punica_jax.sampling import sample
 # What a token is to a sequence: bits of `Seats.marks`.
 _IN_PROMPT = 1
 _STOPS = 2
+# A smaller penalty would take tokens as far from the others, or to x / 0 and -inf * 0.
+_LEAST_REPETITION = 1e-20
 
 
 @jax.tree_util.register_dataclass
@@ -126,6 +128,7 @@ class SeatRow:
         marks[np.asarray(prompt, np.int32)] |= _IN_PROMPT
         stops = [token for token in stop_ids if token < vocab_size]
         marks[np.asarray(stops, np.int32)] |= _STOPS
+        repetition = max(params.repetition_penalty, _LEAST_REPETITION)
         min_len = len(prompt) + params.min_new_tokens
         padded = np.full(max_len, vocab_size, np.int32)
         padded[: len(output)] = output
@@ -137,7 +140,7 @@ class SeatRow:
             top_k=np.asarray(min(params.top_k or 0, vocab_size), np.int32),
             seed=np.asarray(seed, np.uint32),
             min_position=np.asarray(min(min_len, max_len), np.int32),
-            repetition=np.asarray(params.repetition_penalty, np.float32),
+            repetition=np.asarray(repetition, np.float32),
             presence=np.asarray(params.presence_penalty, np.float32),
             frequency=np.asarray(params.frequency_penalty, np.float32),
             bias_tokens=bias_tokens,
@@ -191,10 +194,7 @@ def adjusted_logits(
     marks, count = seats.marks[seat], counts[seat]
     repetition = of_rows(seats.repetition)
     seen = (count > 0) | (marks & _IN_PROMPT > 0)
-    # A finite one stays so: the difference of two infinities is none.
-    most = jnp.where(jnp.isinf(x), x, jnp.finfo(jnp.float32).max)
-    raised = jnp.minimum(x / repetition, most)
-    x = jnp.where(seen, jnp.where(x > 0, raised, x * repetition), x)
+    x = jnp.where(seen, jnp.where(x > 0, x / repetition, x * repetition), x)
     x -= of_rows(seats.frequency) * count.astype(jnp.float32)
     x = jnp.where(count > 0, x - of_rows(seats.presence), x)
     early = positions[:, None] < of_rows(seats.min_position)

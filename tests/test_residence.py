@@ -262,11 +262,15 @@ def test_time_in_which_nobody_wants_it_is_not_its_loads(place: Setting):
 
 def test_time_since_a_pin_that_was_taken_back_is_not_its_loads(place: Setting):
     version, other = place.add("x", is_pinned=True), place.add("y", is_pinned=True)
+    unpinned = place.add("z")
     residence = place.residence
+    residence.claim("z")
     residence.poll()
     assert version.asked_s is not None and other.asked_s is not None
     residence.pin("x", False)
+    residence.pin("z", False)
     assert version.asked_s is None and other.asked_s is not None
+    assert unpinned.asked_s is not None
     place.settle()
     assert (version.tier, other.tier) == ("host", "device")
     began_s = time.monotonic()

@@ -91,22 +91,21 @@ def test_neutral_parameters_change_no_bit(state):
     np.testing.assert_array_equal(actual, logits)
 
 
-@pytest.mark.parametrize("penalty", [1e-30, 1e-38, 1e-39, 1e-45])
+@pytest.mark.parametrize("penalty", [1e-30, 1e-39, 1e-46])
 def test_a_tiny_penalty_leaves_the_draw_to_what_it_favours(state, penalty):
-    prompt = [3, 4, 5]
     logits = np.full((NUM_SEATS, VOCAB), 2.0, np.float32)
-    logits[:, 5] = -2.0
+    logits[:, 5:7] = -2.0, -np.inf
     params = SamplingParams(temperature=1.0, repetition_penalty=penalty)
-    state = _write(*state, 1, seat_row(params, prompt=prompt))
-    drawn = set()
-    likely = np.zeros(NUM_SEATS, np.int32)
+    state = _write(*state, 1, seat_row(params, prompt=[3, 4, 5, 6]))
+    likely, drawn = np.zeros(NUM_SEATS, np.int32), set()
     for position in range(8, 24):
         rows = np.array([[-1, 1, -1], [position] * 3], np.int32)
-        adjusted = _adjusted(*state, logits[:1], rows[0, 1:2], rows[1, 1:2])
-        assert np.isfinite(adjusted).all()
         tokens, *_ = _draw(*state, NEWEST, logits, likely, rows)
         drawn.add(int(tokens[1]))
-    assert drawn <= {3, 4}
+    assert drawn == {3, 4}
+    logits[:, 4] = 3.0
+    [adjusted] = _adjusted(*state, logits[:1], rows[0, 1:2], rows[1, 1:2])
+    assert adjusted.argmax() == 4 and np.isinf(adjusted).nonzero()[0].tolist() == [6]
 
 
 def test_stops_are_held_back_until_they_may_come(state):

@@ -59,7 +59,8 @@ class SamplingParams:
         top_k: 1 or more; None, 0 and -1 are off.
         top_p: above 0, at most 1 (off).
         min_p: 0 (off) to 1.
-        repetition_penalty: above 0, at most 100; 1 is off.
+        repetition_penalty: above 0, at most 100; 1 is off. Less than 1e-20 does what
+            that does.
         presence_penalty: -2 to 2; 0 is off.
         frequency_penalty: -2 to 2; 0 is off.
         logit_bias: token id -> -100 to 100, at most 300 of them.

@@ -961,9 +961,7 @@ def test_an_idle_loop_keeps_nobody_who_had_a_deadline(cancels):
     if cancels:
         for sequence in list(loop.scheduler.sequences):
             loop.cancel(sequence)
-    for _ in range(100):
-        if not loop.busy:
-            break
+    while loop.busy:
         loop.step()
     assert not loop.busy and not loop._timed
 

@@ -7,7 +7,8 @@ Knows launches and sums; nothing of how a chunk's values are sorted into buckets
 import dataclasses
 import functools
 import itertools
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,7 @@ from punica_jax.pallas_kernels._digit_buckets import (
     Weighing,
     counts_in,
     digit_in,
+    order_keys,
     read_chunk,
     weighing_of,
     weights_in,
@@ -70,6 +72,8 @@ class DigitConfig:
         return tuple(32 - end for end in itertools.accumulate(self.digits))
 
 
+# The key of the least number that is not subnormal.
+_LEAST_NORMAL = 1 << 23
 # Counts are packed: a bucket more costs little, a launch 1.4 us at the least.
 COUNTING = DigitConfig(digits=(4, 4, 4, 5, 5, 5, 5))
 # A weight is compared with each bucket. Behind the first 13 bits (sign, exponent, four
@@ -84,7 +88,7 @@ class _Search(NamedTuple):
     Attributes:
       found: `i32[]`, the key's digits so far, the others 0.
       above: `f32[]`, the sum of what those digits are too small for.
-      target: `f32[]`, the sum to reach.
+      target: `f32[]`, the sum to reach; a share's is 0 before anything is summed up.
     """
 
     found: Array
@@ -105,7 +109,9 @@ def largest_reaching(
 
     One launch a digit: its programs decide the digit before, by that launch's sums,
     and sum up what lies in each bucket of their own. A chunk that has nothing in the
-    bucket that is left is not read again.
+    bucket that is left is not read again; a row of which nothing is asked is not read,
+    nor for the digits in which its floor and its greatest value, all that weighs lying
+    between them, differ by nothing.
 
     Args:
       values: `f32[rows, vocab]`.
@@ -115,8 +121,8 @@ def largest_reaching(
       name: of the launches.
 
     Returns:
-      `i32[rows]`; `LEAST_KEY` where nothing is asked for, where everything is, and
-      where everything is not enough.
+      `i32[rows]`; `LEAST_KEY` where nothing is asked for, and where everything is; the
+      floor, or `LEAST_KEY` without one, where everything is not enough.
     """
     if config is None:
         config = COUNTING if weighing is None else WEIGHING
@@ -144,7 +150,7 @@ def largest_reaching(
             ),
             out_shape=[
                 jax.ShapeDtypeStruct((*grid, 1 << bits), jnp.float32),
-                *([found, number, number] if state else []),
+                *(found, number, number),
             ],
             grid=grid,
             compiler_params=plgpu.CompilerParams(
@@ -160,7 +166,7 @@ def largest_reaching(
         compiler_params=plgpu.CompilerParams(num_warps=1, num_stages=1),
         interpret=interpret,
         name=f"{name}_limit",
-    )(*state)
+    )(goal, *state)
 
 
 def _digit_kernel(
@@ -179,9 +185,10 @@ def _digit_kernel(
     inputs, (sums_ref, *search_refs) = refs[:num_inputs], refs[num_inputs:]
     num_buckets = sums_ref.shape[2]
     bucket = jnp.arange(num_buckets, dtype=jnp.int32)
-    read = functools.partial(read_chunk, values_ref, row, part * chunk, chunk, lanes)
-    tiles = read() if eager else None
     shift, goal = shift_ref[0], goal_ref[row]
+    place = shift + num_buckets.bit_length() - 1  # of the last launch's digit
+    start = _Start.of(goal, options, row)
+    read = functools.partial(read_chunk, values_ref, row, part * chunk, chunk, lanes)
 
     def store(sums):
         plgpu.store(sums_ref.at[row, part, bucket], sums)
@@ -189,42 +196,90 @@ def _digit_kernel(
     def skip():
         store(jnp.zeros((num_buckets,), jnp.float32))
 
-    def sum_up(found, busy):
-        @pl.when(busy)
-        def _():
-            here = read() if tiles is None else tiles
-            digits = [(digit_in(tile, found, shift), tile) for tile in here]
-            if options:
-                store(weights_in(digits, num_buckets, weighing_of(row, options)))
-            else:
-                store(counts_in(digits, num_buckets))
-
-        pl.when(jnp.logical_not(busy))(skip)
-
-    def decide():
-        place = shift + num_buckets.bit_length() - 1
-        search, busy = _decide(*inputs, goal=goal, row=row, part=part, place=place)
-
+    def store_search(search):
         @pl.when(part == 0)
         def _():
             for ref, value in zip(search_refs, search, strict=True):
                 plgpu.store(ref.at[row], value)
 
-        sum_up(search.found, busy)
+    def sum_up(found, tiles=None):
+        here = read() if tiles is None else tiles
+        digits = [(digit_in(tile, found, shift), tile) for tile in here]
+        if options:
+            store(weights_in(digits, num_buckets, weighing_of(row, options)))
+        else:
+            store(counts_in(digits, num_buckets))
 
-    if not inputs:
-        sum_up(jnp.int32(LEAST_KEY), goal < 1.0 if options else goal > 0)
-    elif eager:
-        decide()
-    else:
+    def decide():
+        tiles = read() if eager else None
+        search, busy = _decide(*inputs, goal=goal, row=row, part=part, place=place)
+        store_search(search)
+        pl.when(busy)(functools.partial(sum_up, search.found, tiles))
+        pl.when(jnp.logical_not(busy))(skip)
+
+    def go_on():
+        if eager:
+            decide()
+            return
         # A chunk that had nothing in any bucket is out, whichever of them it is; all
         # that its program reads is that. The row's first one decides for the next.
         needed = (part == 0) | (jnp.sum(_sums_of(inputs[0], row, part)) != 0)
         pl.when(needed)(decide)
         pl.when(jnp.logical_not(needed))(skip)
 
+    def begin(summing):
+        store_search(_Search(start.key, jnp.float32(0), jnp.float32(0)))
+        sum_up(start.key) if summing else skip()
+
+    wanted = start.reaches(shift)
+    pl.when(jnp.logical_not(wanted))(functools.partial(begin, summing=False))
+    begins = wanted
+    if inputs:
+        begun = wanted & start.reaches(place)
+        pl.when(begun)(go_on)
+        begins &= jnp.logical_not(begun)
+    pl.when(begins)(functools.partial(begin, summing=True))
+
+
+class _Start(NamedTuple):
+    """Where a row's search begins.
+
+    Attributes:
+      key: `i32[]`, below which nothing counts.
+      span: `i32[]`, as an unsigned number: how far above it the greatest key lies.
+      is_asked: `bool[]`, whether there is anything to search for.
+    """
+
+    key: Array
+    span: Array
+    is_asked: Array
+
+    @classmethod
+    def of(cls, goal: Array, options: Sequence[Any], row: Array) -> "_Start":
+        """Return that of a row.
+
+        Args:
+          goal: of `largest_reaching`; one row's.
+          options: refs of `Weighing`.
+        """
+        is_asked = goal < 1.0 if options else goal > 0
+        key, span = jnp.int32(LEAST_KEY), jnp.int32(-1)
+        if len(options) == len(Weighing._fields):
+            top_ref, _, floor_ref = options
+            key = jnp.where(is_asked, floor_ref[row], key)
+            top = order_keys(top_ref[row])
+            # Whoever found it may take subnormal numbers for zeros.
+            top = jnp.where(abs(top) < _LEAST_NORMAL, _LEAST_NORMAL, top)
+            span = top - key
+        return cls(key, span, is_asked)
+
+    def reaches(self, place: Array) -> Array:
+        """Whether a digit whose lowest bit is there can be more than 0."""
+        return self.is_asked & (lax.shift_right_logical(self.span, place) != 0)
+
 
 def _limit_kernel(
+    goal_ref,  # as `_digit_kernel`'s
     sums_ref,  # f32[rows, chunks, buckets]
     found_ref,  # i32[rows]
     above_ref,  # f32[rows]
@@ -234,13 +289,14 @@ def _limit_kernel(
     row = pl.program_id(0)
     search = _Search(found_ref[row], above_ref[row], target_ref[row])
     totals = search.above + _totals(sums_ref, row)
-    limit = search.found + _digit_of(totals, search.target)
+    target = _target(search, goal_ref[row], totals)
+    limit = search.found + _digit_of(totals, target)
     plgpu.store(limit_ref.at[row], limit)
 
 
 def _decide(
     sums_ref,  # f32[rows, chunks, buckets]
-    *search_refs,  # none after the first launch
+    *search_refs,
     goal: Array,
     row: Array,
     part: Array,
@@ -253,22 +309,25 @@ def _decide(
     """
     bucket = jnp.arange(sums_ref.shape[2], dtype=jnp.int32)
     own = _sums_of(sums_ref, row, part)
-    totals = _totals(sums_ref, row)
-    if search_refs:
-        search = _Search(*(ref[row] for ref in search_refs))
-        totals = totals + search.above
-    else:
-        # From the first bucket of the first digit on lies everything.
-        whole = jnp.sum(jnp.where(bucket == 0, totals, 0.0))
-        share = jnp.issubdtype(goal.dtype, jnp.floating)
-        target = goal * whole if share else goal.astype(jnp.float32)
-        search = _Search(jnp.int32(LEAST_KEY), jnp.float32(0), target)
-    digit = _digit_of(totals, search.target)
+    search = _Search(*(ref[row] for ref in search_refs))
+    totals = search.above + _totals(sums_ref, row)
+    target = _target(search, goal, totals)
+    digit = _digit_of(totals, target)
     # Totals fall as digits rise: the greatest that is too small is the next digit's.
     above = jnp.max(jnp.where(bucket > digit, totals, search.above))
     found = search.found + lax.shift_left(digit, place)
     busy = jnp.sum(jnp.where(bucket == digit, own, 0.0)) != 0
-    return _Search(found, above, search.target), busy
+    return _Search(found, above, target), busy
+
+
+def _target(search: _Search, goal: Array, totals: Array) -> Array:
+    """Return the sum to reach; a share's is known when all has been summed up once."""
+    if not jnp.issubdtype(goal.dtype, jnp.floating):
+        return goal.astype(jnp.float32)
+    bucket = jnp.arange(totals.size, dtype=jnp.int32)
+    # From the first bucket of the first digit on lies everything.
+    whole = jnp.sum(jnp.where(bucket == 0, totals, 0.0))
+    return jnp.where(search.target > 0, search.target, goal * whole)
 
 
 def _sums_of(

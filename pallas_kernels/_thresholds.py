@@ -130,7 +130,9 @@ def nucleus(
         # A share that float32 takes for nothing is part of the greatest one's weight.
         return (sums >= target[:, None]) & (sums > 0)
 
-    return jnp.where(share < 1, _largest(reached, keys), LEAST_KEY)
+    least = LEAST_KEY if floor is None else floor
+    found = jnp.maximum(_largest(reached, keys), least)
+    return jnp.where(share < 1, found, LEAST_KEY)
 
 
 def _largest(

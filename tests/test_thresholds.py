@@ -181,6 +181,40 @@ def test_nucleus_is_that_of_sorting(implementation, vocab, k):
             assert reached >= np.float32(share) - slack, (share, i)
 
 
+def _values_of(keys):
+    """The values whose `order_keys` these are."""
+    bits = np.where(keys < 0, LEAST_KEY - keys, keys)
+    return bits.astype(np.int64).astype(np.int32).view(np.float32)
+
+
+@pytest.mark.parametrize(
+    "implementation",
+    ["xla", "pallas_interpret", pytest.param("pallas_triton", marks=pytest.mark.gpu)],
+)
+def test_nucleus_from_a_floor_at_any_distance(implementation):
+    # Of so hot a row all values weigh 1, and every sum is exact.
+    rng = np.random.default_rng(8)
+    top = int(_keys(jnp.float32(8)[None])[0])
+    spans = [0, 1, 31, 32, 2**10, 2**15 - 1, 2**19, 2**23, 2**26 + 5, 2 * top]
+    keys = top - rng.integers(0, np.array(spans)[:, None] + 1, (len(spans), 600))
+    # Subnormal numbers, of which the greatest is taken for 0 where these are flushed.
+    keys = np.concatenate([keys, rng.integers(-(2**19), 2**22, (1, 600))])
+    floor = keys.min(axis=1)
+    keys[:, ::3] -= rng.integers(1, 2**20, (len(keys), 200))
+    keys[:, 1], keys[:, 2] = floor, np.max(keys, axis=1)
+    values = _values_of(keys)
+    np.testing.assert_array_equal(_keys(values), keys)
+    share = rng.integers(1, 16, len(keys)).astype(np.float32) / 16
+    share[-3:-1] = 1.0, 1.5
+    find = _nucleus(implementation)
+    hot = np.full(len(keys), 1e38, np.float32)
+    found = np.asarray(find(values, share, hot, floor=floor.astype(np.int32)))
+    for key, least, part, limit in zip(keys, floor, share, found, strict=True):
+        kept = np.sort(key[key >= least])
+        count = int(np.ceil(kept.size * np.float64(part)))
+        assert limit == (LEAST_KEY if part >= 1 else kept[-count]), part
+
+
 @every
 @pytest.mark.parametrize("temperature", [1e-45, 1e-30, 1e-6])
 def test_a_tiny_temperature_leaves_the_largest(implementation, temperature):

@@ -44,9 +44,12 @@ _MAX_BLOCK_N = 256
 # 64 adapters of rank 16 to 3 x 4096 columns take 27.6 us so, 31.0 without, and with two
 # or four 29.4, 29.1; of rank 64 to 11008 columns 51.9, 57.6, 52.1, 54.3. Few adapters
 # pay for it: 8 of rank 64 to 11008 columns take 14.1, not 13.2 (one H100).
+# To few columns it takes those of two: 64 rows of one adapter of rank 64 to 4096 take
+# 8.4 us, not 8.8, of 64 of rank 16, 11008 wide, 19.4, not 20.4.
 _SHARES = 3
-# If so many programs are left: with 352 of them, 32 rows of 32 adapters of rank 16 to
-# 4096 columns take 11.0 us, not 9.5.
+_FEW_SHARES, _FEW_COLUMNS = 2, 4096
+# If so many programs of three are left: with 352, 32 rows of 32 adapters of rank 16 to
+# 4096 columns take 11.0 us, not 9.5 (and with 512 of two 10.4).
 _LEAST_PROGRAMS = 400
 # Of their columns at once, where adapters may have several pages: with 256 the memory
 # for copies leaves room for two programs instead of five, and those 8 take 15.4 us.
@@ -159,7 +162,7 @@ def _config(pool: LoraPool, segments: Segments) -> ExpandConfig:
         return config
     num_programs = sum(config.programs(pool.d_outs, _SHARES))
     crowd = Crowd(
-        shares=_SHARES,
+        shares=_FEW_SHARES if sum(pool.d_outs) <= _FEW_COLUMNS else _SHARES,
         least_tiles=pl.cdiv(_LEAST_PROGRAMS, num_programs),
         block_n=block_n if max_pages == 1 else min(block_n, _MAX_CROWD_BLOCK_N),
     )

@@ -116,6 +116,7 @@ def crowd(monkeypatch):
     """A crowd from five tiles on, where a tile has three programs; by half blocks."""
     monkeypatch.setattr(_pair, "_LEAST_PROGRAMS", 5 * 3)
     monkeypatch.setattr(_pair, "_MAX_CROWD_BLOCK_N", 64)
+    monkeypatch.setattr(_pair, "_FEW_COLUMNS", 100)
 
 
 def crowds():
@@ -174,12 +175,12 @@ def test_how_many_tiles_are_a_crowd():
         )
         segments = segments_of(jnp.zeros(64, jnp.int32), "xla")
         crowd = _pair._config(pool, segments).crowd
-        return crowd and (crowd.least_tiles, crowd.block_n)
+        return crowd and (crowd.shares, crowd.least_tiles, crowd.block_n)
 
-    assert least_tiles((4096,), 16) == least_tiles((4096,), 64) == (37, 128)
-    assert least_tiles((4096,) * 3, 64) == (13, 128)
-    assert least_tiles((11008,), 16) == (27, 256)
-    assert least_tiles((11008,) * 2, 64) == (14, 128)
+    assert least_tiles((4096,), 16) == least_tiles((4096,), 64) == (2, 37, 128)
+    assert least_tiles((4096,) * 3, 64) == (3, 13, 128)
+    assert least_tiles((11008,), 16) == (3, 27, 256)
+    assert least_tiles((11008,) * 2, 64) == (3, 14, 128)
     assert least_tiles((4096,), 16, "float32") is None
     assert least_tiles((4096,), 128) is None
 

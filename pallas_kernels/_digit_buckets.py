@@ -82,6 +82,26 @@ def digit_in(tile: Tile, found: Array, shift: Array) -> Array:
     return lax.shift_right_logical(key - found, jnp.broadcast_to(shift, key.shape))
 
 
+def folded(
+    digits: list[tuple[Array, Tile]], num_buckets: int
+) -> tuple[list[tuple[Array, Tile]], Array]:
+    """Return a tile of what a chunk has in buckets, and whether no lane has two of it.
+
+    Then the tile's sums are the chunk's, bit for bit.
+    """
+    digit, value = jnp.full_like(digits[0][0], num_buckets), digits[0][1].values
+    count = jnp.zeros_like(digit)
+    for other, tile in digits:
+        here = (other >= 0) & (other < num_buckets)
+        if tile.inside is not None:
+            here &= tile.inside
+        digit = jnp.where(here, other, digit)
+        value = jnp.where(here, tile.values, value)
+        count += here.astype(count.dtype)
+    # (JAX 0.12 lowers no maximum over two axes.)
+    return [(digit, Tile(value, None))], jnp.max(count.reshape(-1)) < 2
+
+
 def counts_in(digits: list[tuple[Array, Tile]], num_buckets: int) -> Array:
     """Return `f32[buckets]`: how many values of a chunk each has.
 

@@ -4,9 +4,7 @@ Knows launches and sums; nothing of how a chunk's values are sorted into buckets
 (`_digit_buckets`), of tokens or filters, nor of what else finds limits (`_thresholds`).
 """
 
-import dataclasses
 import functools
-import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -19,67 +17,23 @@ from jax.experimental.pallas import triton as plgpu
 
 from punica_jax.pallas_kernels._digit_buckets import (
     LEAST_KEY,
-    MAX_CHUNK,
     Weighing,
     counts_in,
     digit_in,
+    folded,
     order_keys,
     read_chunk,
     weighing_of,
     weights_in,
 )
+from punica_jax.pallas_kernels._digit_config import COUNTING, WEIGHING, DigitConfig
 from punica_jax.pallas_kernels._launch import pallas_call
 from punica_jax.pallas_kernels._page_tiles import load, mask_of
 
 # Above it, counts are no longer exact in float32.
 MAX_VOCAB = 2**24
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class DigitConfig:
-    """How a search is cut; a function of static things alone, never of the rows.
-
-    Attributes:
-      digits: bits of a key that each launch decides, the highest first, 32 in all. A
-        digit of `n` bits sorts values into `2**n` buckets: more bits, fewer launches,
-        but longer ones.
-      chunk: values of a program, a power of two.
-      num_warps: warps of a program.
-      num_eager: how many launches read their values before they know whether they need
-        them. Few of the first can skip a chunk, and most of the others.
-    """
-
-    digits: tuple[int, ...]
-    chunk: int = 2048
-    num_warps: int = 4
-    num_eager: int = 3
-
-    def __post_init__(self):
-        if not all(1 <= bits <= 6 for bits in self.digits) or sum(self.digits) != 32:
-            raise ValueError(
-                f"digits must be 1 to 6 bits each, 32 in all, got {self.digits}"
-            )
-        for name in ("chunk", "num_warps"):
-            value = getattr(self, name)
-            if value < 1 or value & (value - 1):
-                raise ValueError(f"{name} must be a power of two, got {value}")
-        if self.chunk > MAX_CHUNK:
-            raise ValueError(f"chunk must be at most {MAX_CHUNK}, got {self.chunk}")
-
-    @property
-    def shifts(self) -> tuple[int, ...]:
-        """The place of each digit's lowest bit, from the highest digit on."""
-        return tuple(32 - end for end in itertools.accumulate(self.digits))
-
-
 # The key of the least number that is not subnormal.
 _LEAST_NORMAL = 1 << 23
-# Counts are packed: a bucket more costs little, a launch 1.4 us at the least.
-COUNTING = DigitConfig(digits=(4, 4, 4, 5, 5, 5, 5))
-# A weight is compared with each bucket. Behind the first 13 bits (sign, exponent, four
-# bits of mantissa) hardly a chunk has values left, and there is little to compare: 32
-# rows of 128k values take 113.5 us, with 12 bits in those four launches 118.7.
-WEIGHING = DigitConfig(digits=(3, 3, 3, 4, 4, 5, 5, 5), num_eager=4)
 
 
 class _Search(NamedTuple):
@@ -133,6 +87,7 @@ def largest_reaching(
     shape = functools.partial(jax.ShapeDtypeStruct, (rows,))
     found, number = shape(jnp.int32), shape(jnp.float32)
     grid = rows, pl.cdiv(vocab, chunk)
+    has_floor = weighing is not None and weighing.floor is not None
     state: list[Array] = []
     for index, (bits, shift) in enumerate(
         zip(config.digits, config.shifts, strict=True)
@@ -147,6 +102,7 @@ def largest_reaching(
                 chunk=chunk,
                 lanes=min(chunk, 128 * config.num_warps),
                 eager=index < config.num_eager,
+                folds=has_floor or index >= config.num_eager,
             ),
             out_shape=[
                 jax.ShapeDtypeStruct((*grid, 1 << bits), jnp.float32),
@@ -179,6 +135,7 @@ def _digit_kernel(
     chunk: int,
     lanes: int,
     eager: bool,
+    folds: bool,
 ):
     row, part = pl.program_id(0), pl.program_id(1)
     options, refs = refs[:num_options], refs[num_options:]
@@ -189,6 +146,11 @@ def _digit_kernel(
     place = shift + num_buckets.bit_length() - 1  # of the last launch's digit
     start = _Start.of(goal, options, row)
     read = functools.partial(read_chunk, values_ref, row, part * chunk, chunk, lanes)
+
+    def sums_of(digits):
+        if not options:
+            return counts_in(digits, num_buckets)
+        return weights_in(digits, num_buckets, weighing_of(row, options))
 
     def store(sums):
         plgpu.store(sums_ref.at[row, part, bucket], sums)
@@ -205,10 +167,11 @@ def _digit_kernel(
     def sum_up(found, tiles=None):
         here = read() if tiles is None else tiles
         digits = [(digit_in(tile, found, shift), tile) for tile in here]
-        if options:
-            store(weights_in(digits, num_buckets, weighing_of(row, options)))
+        if folds:
+            fold, is_all = folded(digits, num_buckets)
+            store(lax.cond(is_all, sums_of, lambda _: sums_of(digits), fold))
         else:
-            store(counts_in(digits, num_buckets))
+            store(sums_of(digits))
 
     def decide():
         tiles = read() if eager else None

@@ -25,7 +25,7 @@ from punica_jax.pallas_kernels import (
     pack_adapters,
     segment_metadata,
 )
-from punica_jax.pallas_kernels._digit_search import COUNTING, WEIGHING
+from punica_jax.pallas_kernels._digit_config import COUNTING, WEIGHING
 from punica_jax.pallas_kernels._segments import DEFAULT_BLOCK_ROWS, max_tiles
 from punica_jax.seats import Seats, draw
 from punica_jax.step import run_step

@@ -11,8 +11,14 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from punica_jax.pallas_kernels import kth_largest, nucleus, order_keys
-from punica_jax.pallas_kernels._digit_buckets import LEAST_KEY, Weighing
-from punica_jax.pallas_kernels._digit_search import DigitConfig, largest_reaching
+from punica_jax.pallas_kernels._digit_buckets import (
+    LEAST_KEY,
+    Tile,
+    Weighing,
+    folded,
+)
+from punica_jax.pallas_kernels._digit_config import DigitConfig
+from punica_jax.pallas_kernels._digit_search import largest_reaching
 
 WIDTH = 33
 VALUES = st.one_of(
@@ -213,6 +219,35 @@ def test_nucleus_from_a_floor_at_any_distance(implementation):
         kept = np.sort(key[key >= least])
         count = int(np.ceil(kept.size * np.float64(part)))
         assert limit == (LEAST_KEY if part >= 1 else kept[-count]), part
+
+
+@pytest.mark.parametrize("live", [0, 1, 5, 40])
+def test_fold_has_what_lanes_have(live):
+    # Of 4 tiles of 16 lanes, all inside of the row but the last 8 values.
+    rng = np.random.default_rng(live)
+    values = rng.normal(size=64).astype(np.float32)
+    digits = np.where(
+        rng.random(64) < 0.5, -rng.integers(1, 9, 64), 8 + values.argsort()
+    )
+    digits[-8:] = 3
+    here = rng.permutation(56)[:live]
+    digits[here] = rng.integers(0, 8, live)
+    inside = (np.arange(64) < 56).reshape(4, 1, 16)
+    tiles = [
+        (jnp.asarray(digit, jnp.int32), Tile(jnp.asarray(value), jnp.asarray(mask)))
+        for digit, value, mask in zip(
+            digits.reshape(4, 1, 16), values.reshape(4, 1, 16), inside, strict=True
+        )
+    ]
+    [(digit, (value, mask))], is_all = folded(tiles, 8)
+    lanes = here % 16
+    assert bool(is_all) == (np.unique(lanes).size == live)
+    assert mask is None
+    if is_all:
+        idle = np.setdiff1d(np.arange(16), lanes)
+        assert np.all(digit[0, idle] >= 8)
+        np.testing.assert_array_equal(digit[0, lanes], digits[here])
+        np.testing.assert_array_equal(value[0, lanes], values[here])
 
 
 @every

@@ -48,8 +48,9 @@ _MAX_BLOCK_N = 256
 # 8.4 us, not 8.8, of 64 of rank 16, 11008 wide, 19.4, not 20.4.
 _SHARES = 3
 _FEW_SHARES, _FEW_COLUMNS = 2, 4096
-# If so many programs of three are left: with 352, 32 rows of 32 adapters of rank 16 to
-# 4096 columns take 11.0 us, not 9.5 (and with 512 of two 10.4).
+# If so many programs are left: with 352, 32 rows of 32 adapters of rank 16 to 4096
+# columns take 11.0 us, not 9.5 (and with 512 of two blocks 10.4, so single pages are
+# counted by three; of rank 64 those take 18.9, not 19.7).
 _LEAST_PROGRAMS = 400
 # Of their columns at once, where adapters may have several pages: with 256 the memory
 # for copies leaves room for two programs instead of five, and those 8 take 15.4 us.
@@ -160,9 +161,11 @@ def _config(pool: LoraPool, segments: Segments) -> ExpandConfig:
     # (Crowds of float32, or of more pages than are loaded at once, were not measured.)
     if pool.dtype.itemsize > 2 or max_pages > config.pages_at_once:
         return config
-    num_programs = sum(config.programs(pool.d_outs, _SHARES))
+    shares = _FEW_SHARES if sum(pool.d_outs) <= _FEW_COLUMNS else _SHARES
+    counted = _SHARES if max_pages == 1 else shares
+    num_programs = sum(config.programs(pool.d_outs, counted))
     crowd = Crowd(
-        shares=_FEW_SHARES if sum(pool.d_outs) <= _FEW_COLUMNS else _SHARES,
+        shares=shares,
         least_tiles=pl.cdiv(_LEAST_PROGRAMS, num_programs),
         block_n=block_n if max_pages == 1 else min(block_n, _MAX_CROWD_BLOCK_N),
     )

@@ -17,6 +17,8 @@ from punica_jax.pallas_kernels._page_tiles import load
 LEAST_KEY = -(2**31)
 # Counts of a chunk fit into 16 bits.
 MAX_CHUNK = 2**15
+# The reciprocal of what is above is subnormal, which a CPU takes for 0.
+MAX_TEMPERATURE = 2.0**125
 
 
 class Weighing(NamedTuple):
@@ -84,7 +86,7 @@ def digit_in(tile: Tile, found: Array, shift: Array) -> Array:
 
 def folded(
     digits: list[tuple[Array, Tile]], num_buckets: int
-) -> tuple[list[tuple[Array, Tile]], Array]:
+) -> tuple[tuple[Array, Tile], Array]:
     """Return a tile of what a chunk has in buckets, and whether no lane has two of it.
 
     Then the tile's sums are the chunk's, bit for bit.
@@ -99,7 +101,7 @@ def folded(
         value = jnp.where(here, tile.values, value)
         count += here.astype(count.dtype)
     # (JAX 0.12 lowers no maximum over two axes.)
-    return [(digit, Tile(value, None))], jnp.max(count.reshape(-1)) < 2
+    return (digit, Tile(value, None)), jnp.max(count.reshape(-1)) < 2
 
 
 def counts_in(digits: list[tuple[Array, Tile]], num_buckets: int) -> Array:
@@ -168,16 +170,15 @@ def weights_in(
     return total
 
 
-def weighing_of(row: Array, options: tuple[Any, ...]) -> Callable[[Tile], Array]:
+def weighing_of(row: Array, weighing: Weighing) -> Callable[[Tile], Array]:
     """Return what weighs a tile's values, 0 outside of the row.
 
     Args:
-      options: refs of `Weighing`.
+      weighing: of refs.
     """
-    top_ref, temperature_ref, *floor_refs = options
-    top = top_ref[row]
-    rate = math.log2(math.e) / temperature_ref[row]
-    floor = floor_refs[0][row] if floor_refs else None
+    top = weighing.top[row]
+    rate = math.log2(math.e) / jnp.minimum(weighing.temperature[row], MAX_TEMPERATURE)
+    floor = None if weighing.floor is None else weighing.floor[row]
 
     def weigh(tile):
         distance = tile.values - top

@@ -5,8 +5,7 @@ Knows launches and sums; nothing of how a chunk's values are sorted into buckets
 """
 
 import functools
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -63,9 +62,9 @@ def largest_reaching(
 
     One launch a digit: its programs decide the digit before, by that launch's sums,
     and sum up what lies in each bucket of their own. A chunk that has nothing in the
-    bucket that is left is not read again; a row of which nothing is asked is not read,
-    nor for the digits in which its floor and its greatest value, all that weighs lying
-    between them, differ by nothing.
+    bucket that is left is not read again; a row of which nothing is asked is not read
+    at all. All that weighs lies between a row's floor and its greatest value: digits
+    above the highest bit of their difference are 0, and need no sums.
 
     Args:
       values: `f32[rows, vocab]`.
@@ -75,8 +74,8 @@ def largest_reaching(
       name: of the launches.
 
     Returns:
-      `i32[rows]`; `LEAST_KEY` where nothing is asked for, and where everything is; the
-      floor, or `LEAST_KEY` without one, where everything is not enough.
+      `i32[rows]`; the floor, or `LEAST_KEY` without one, where nothing is asked for,
+      where everything is, and where everything is not enough.
     """
     if config is None:
         config = COUNTING if weighing is None else WEIGHING
@@ -92,8 +91,8 @@ def largest_reaching(
     for index, (bits, shift) in enumerate(
         zip(config.digits, config.shifts, strict=True)
     ):
-        # From the third on, launches of the same widths are the same program to the
-        # compiler: the shift is data.
+        # From the second on, launches of the same widths that read and fold in the same
+        # way are one program to the compiler: the shift is data.
         state = pallas_call(
             functools.partial(
                 _digit_kernel,
@@ -144,13 +143,14 @@ def _digit_kernel(
     bucket = jnp.arange(num_buckets, dtype=jnp.int32)
     shift, goal = shift_ref[0], goal_ref[row]
     place = shift + num_buckets.bit_length() - 1  # of the last launch's digit
-    start = _Start.of(goal, options, row)
+    weighing = Weighing(*options) if options else None
+    start = _Start.of(goal, weighing, row)
     read = functools.partial(read_chunk, values_ref, row, part * chunk, chunk, lanes)
 
     def sums_of(digits):
-        if not options:
+        if weighing is None:
             return counts_in(digits, num_buckets)
-        return weights_in(digits, num_buckets, weighing_of(row, options))
+        return weights_in(digits, num_buckets, weighing_of(row, weighing))
 
     def store(sums):
         plgpu.store(sums_ref.at[row, part, bucket], sums)
@@ -168,8 +168,8 @@ def _digit_kernel(
         here = read() if tiles is None else tiles
         digits = [(digit_in(tile, found, shift), tile) for tile in here]
         if folds:
-            fold, is_all = folded(digits, num_buckets)
-            store(lax.cond(is_all, sums_of, lambda _: sums_of(digits), fold))
+            tile, fits = folded(digits, num_buckets)
+            store(lax.cond(fits, lambda: sums_of([tile]), lambda: sums_of(digits)))
         else:
             store(sums_of(digits))
 
@@ -177,8 +177,7 @@ def _digit_kernel(
         tiles = read() if eager else None
         search, busy = _decide(*inputs, goal=goal, row=row, part=part, place=place)
         store_search(search)
-        pl.when(busy)(functools.partial(sum_up, search.found, tiles))
-        pl.when(jnp.logical_not(busy))(skip)
+        lax.cond(busy, functools.partial(sum_up, search.found, tiles), skip)
 
     def go_on():
         if eager:
@@ -187,21 +186,16 @@ def _digit_kernel(
         # A chunk that had nothing in any bucket is out, whichever of them it is; all
         # that its program reads is that. The row's first one decides for the next.
         needed = (part == 0) | (jnp.sum(_sums_of(inputs[0], row, part)) != 0)
-        pl.when(needed)(decide)
-        pl.when(jnp.logical_not(needed))(skip)
+        lax.cond(needed, decide, skip)
 
-    def begin(summing):
+    def begin():
         store_search(_Search(start.key, jnp.float32(0), jnp.float32(0)))
-        sum_up(start.key) if summing else skip()
+        lax.cond(start.reaches(shift), functools.partial(sum_up, start.key), skip)
 
-    wanted = start.reaches(shift)
-    pl.when(jnp.logical_not(wanted))(functools.partial(begin, summing=False))
-    begins = wanted
     if inputs:
-        begun = wanted & start.reaches(place)
-        pl.when(begun)(go_on)
-        begins &= jnp.logical_not(begun)
-    pl.when(begins)(functools.partial(begin, summing=True))
+        lax.cond(start.reaches(place), go_on, begin)
+    else:
+        begin()
 
 
 class _Start(NamedTuple):
@@ -218,19 +212,17 @@ class _Start(NamedTuple):
     is_asked: Array
 
     @classmethod
-    def of(cls, goal: Array, options: Sequence[Any], row: Array) -> "_Start":
+    def of(cls, goal: Array, weighing: Weighing | None, row: Array) -> "_Start":
         """Return that of a row.
 
         Args:
           goal: of `largest_reaching`; one row's.
-          options: refs of `Weighing`.
+          weighing: of refs.
         """
-        is_asked = goal < 1.0 if options else goal > 0
+        is_asked = goal > 0 if weighing is None else goal < 1.0
         key, span = jnp.int32(LEAST_KEY), jnp.int32(-1)
-        if len(options) == len(Weighing._fields):
-            top_ref, _, floor_ref = options
-            key = jnp.where(is_asked, floor_ref[row], key)
-            top = order_keys(top_ref[row])
+        if weighing is not None and weighing.floor is not None:
+            key, top = weighing.floor[row], order_keys(weighing.top[row])
             # Whoever found it may take subnormal numbers for zeros.
             top = jnp.where(abs(top) < _LEAST_NORMAL, _LEAST_NORMAL, top)
             span = top - key

@@ -49,9 +49,10 @@ _MAX_BLOCK_N = 256
 _SHARES = 3
 _FEW_SHARES, _FEW_COLUMNS = 2, 4096
 # If so many programs are left: with 352, 32 rows of 32 adapters of rank 16 to 4096
-# columns take 11.0 us, not 9.5 (and with 512 of two blocks 10.4, so single pages are
-# counted by three; of rank 64 those take 18.9, not 19.7).
+# columns take 11.0 us, not 9.5.
 _LEAST_PROGRAMS = 400
+# To few, of single pages: with 512 those take 10.4. (Of rank 64 18.9, not 19.7.)
+_LEAST_SMALL_PROGRAMS = 580
 # Of their columns at once, where adapters may have several pages: with 256 the memory
 # for copies leaves room for two programs instead of five, and those 8 take 15.4 us.
 _MAX_CROWD_BLOCK_N = 128
@@ -161,12 +162,12 @@ def _config(pool: LoraPool, segments: Segments) -> ExpandConfig:
     # (Crowds of float32, or of more pages than are loaded at once, were not measured.)
     if pool.dtype.itemsize > 2 or max_pages > config.pages_at_once:
         return config
-    shares = _FEW_SHARES if sum(pool.d_outs) <= _FEW_COLUMNS else _SHARES
-    counted = _SHARES if max_pages == 1 else shares
-    num_programs = sum(config.programs(pool.d_outs, counted))
+    few = sum(pool.d_outs) <= _FEW_COLUMNS
+    shares = _FEW_SHARES if few else _SHARES
+    least = _LEAST_SMALL_PROGRAMS if few and max_pages == 1 else _LEAST_PROGRAMS
     crowd = Crowd(
         shares=shares,
-        least_tiles=pl.cdiv(_LEAST_PROGRAMS, num_programs),
+        least_tiles=pl.cdiv(least, sum(config.programs(pool.d_outs, shares))),
         block_n=block_n if max_pages == 1 else min(block_n, _MAX_CROWD_BLOCK_N),
     )
     return dataclasses.replace(config, crowd=crowd)

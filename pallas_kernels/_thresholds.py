@@ -11,7 +11,12 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Float32, Int32
 
-from punica_jax.pallas_kernels._digit_buckets import LEAST_KEY, Weighing, order_keys
+from punica_jax.pallas_kernels._digit_buckets import (
+    LEAST_KEY,
+    MAX_TEMPERATURE,
+    Weighing,
+    order_keys,
+)
 from punica_jax.pallas_kernels._digit_search import largest_reaching
 from punica_jax.pallas_kernels._dispatch import resolve
 from punica_jax.pallas_kernels._operands import require
@@ -87,15 +92,16 @@ def nucleus(
       values: a row may have `-inf`, which weighs nothing, but not only that.
       share: above 0; met to within the rounding of a float32 sum. 1 or more is off:
         that row is not searched.
-      temperature: positive and finite. A row without one gets any limit.
+      temperature: positive and finite; above `2**125` it is that. A row without one
+        gets any limit.
       floor: keys, as `kth_largest` returns them; None is below every key.
       implementation: see `resolve`.
 
     Returns:
       The value's key, see `order_keys`, or where sums were rounded a number between it
-      and the next lower value's: a filter keeps the same. Where the share is off the
-      least int32, below every key, and also where the rounded sum of everything does
-      not reach it.
+      and the next lower value's: a filter keeps the same. The floor, or the least
+      int32, below every key, where the share is off, and where the rounded sum of
+      everything does not reach it.
 
     Raises:
       ValueError: a shape or dtype is another one.
@@ -119,6 +125,7 @@ def nucleus(
     keys = order_keys(values)
     distance = values - top[:, None]
     # At a tiny temperature 0 / 0 is a 1.
+    temperature = jnp.minimum(temperature, MAX_TEMPERATURE)
     scaled = jnp.where(distance == 0, jnp.float32(0), distance / temperature[:, None])
     weights = jnp.exp(scaled)
     if floor is not None:
@@ -131,8 +138,7 @@ def nucleus(
         return (sums >= target[:, None]) & (sums > 0)
 
     least = LEAST_KEY if floor is None else floor
-    found = jnp.maximum(_largest(reached, keys), least)
-    return jnp.where(share < 1, found, LEAST_KEY)
+    return jnp.where(share < 1, jnp.maximum(_largest(reached, keys), least), least)
 
 
 def _largest(

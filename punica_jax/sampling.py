@@ -110,11 +110,9 @@ def _cut(
     if top_k is not None:
         key = kth_largest(logits, top_k, implementation=implementation)
     if top_p is not None:
-        inner = nucleus(
+        key = nucleus(
             logits, top_p, temperature, floor=key, implementation=implementation
         )
-        # A rounded sum may miss a share close to 1; what top_k leaves out stays out.
-        key = inner if key is None else jnp.maximum(key, inner)
     if min_p is not None:
         # A share of the most likely token's probability.
         distance = jnp.where(min_p > 0, temperature * jnp.log(min_p), -jnp.inf)

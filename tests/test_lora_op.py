@@ -248,7 +248,7 @@ def test_a_layer_among_others_is_bitwise_the_layer_alone(dtype, implementation):
             np.testing.assert_array_equal(found, expected)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", ["xla", INTERPRET_GRID, GPU])
 def test_integers_of_64_bits_change_nothing(implementation):
     slots, (y, x, a, b, weights), dy = gradient_inputs()
 
@@ -447,7 +447,7 @@ def test_bad_dtypes_and_slots():
         pj.lora(*(t.astype(half) for t in (y, x, a, b)), slots)
 
 
-@pytest.mark.parametrize("implementation", ["xla", "pallas_interpret"])
+@pytest.mark.parametrize("implementation", ["xla", INTERPRET_GRID])
 def test_slots_of_64_bits_are_none_where_they_are_too_large(implementation):
     with jax.enable_x64(True):
         y, x = jnp.zeros((3, 16), jnp.float32), jnp.ones((3, 16), jnp.float32)

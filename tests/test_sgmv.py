@@ -135,7 +135,9 @@ def test_pages_that_do_not_fill_a_load(ranks, implementation):
 
 
 @pytest.mark.parametrize("implementation", ["pallas_interpret", GPU])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.grid)]
+)
 def test_programs_of_all_modules_are_those_of_each(dtype, implementation, monkeypatch):
     # Two adapters a row; ranks of one page each, and of none to two.
     ranks = [[8, 16], [20, 0], [4, 4], [0, 32]]

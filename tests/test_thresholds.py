@@ -201,24 +201,24 @@ def test_nucleus_from_a_floor_at_any_distance(implementation):
     # Of so hot a row all values weigh 1, and every sum is exact.
     rng = np.random.default_rng(8)
     top = int(_keys(jnp.float32(8)[None])[0])
-    spans = [0, 1, 31, 32, 2**10, 2**15 - 1, 2**19, 2**23, 2**26 + 5, 2 * top]
+    spans = [0, 1, 31, 32, 2**10, 2**15 - 1, 2**19, 2**23, 2**26 + 5, 2 * top, 40, 40]
     keys = top - rng.integers(0, np.array(spans)[:, None] + 1, (len(spans), 600))
+    keys[:, 1], keys[:, 2] = np.subtract(top, spans), top
     # Subnormal numbers, of which the greatest is taken for 0 where these are flushed.
-    keys = np.concatenate([keys, rng.integers(-(2**19), 2**22, (1, 600))])
+    keys = np.concatenate([rng.integers(-(2**19), 2**22, (1, 600)), keys])
     floor = keys.min(axis=1)
-    keys[:, ::3] -= rng.integers(1, 2**20, (len(keys), 200))
-    keys[:, 1], keys[:, 2] = floor, np.max(keys, axis=1)
+    keys[:, 3::3] -= rng.integers(1, 2**20, (len(keys), 199))
     values = _values_of(keys)
     np.testing.assert_array_equal(_keys(values), keys)
     share = rng.integers(1, 16, len(keys)).astype(np.float32) / 16
-    share[-3:-1] = 1.0, 1.5
+    share[-2:] = 1.0, 1.5  # off
     find = _nucleus(implementation)
     hot = np.full(len(keys), 1e38, np.float32)
     found = np.asarray(find(values, share, hot, floor=floor.astype(np.int32)))
     for key, least, part, limit in zip(keys, floor, share, found, strict=True):
         kept = np.sort(key[key >= least])
         count = int(np.ceil(kept.size * np.float64(part)))
-        assert limit == (LEAST_KEY if part >= 1 else kept[-count]), part
+        assert limit == (least if part >= 1 else kept[-count]), part
 
 
 @pytest.mark.parametrize("live", [0, 1, 5, 40])
@@ -239,15 +239,25 @@ def test_fold_has_what_lanes_have(live):
             digits.reshape(4, 1, 16), values.reshape(4, 1, 16), inside, strict=True
         )
     ]
-    [(digit, (value, mask))], is_all = folded(tiles, 8)
+    (digit, (value, mask)), fits = folded(tiles, 8)
     lanes = here % 16
-    assert bool(is_all) == (np.unique(lanes).size == live)
+    assert bool(fits) == (np.unique(lanes).size == live)
     assert mask is None
-    if is_all:
+    if fits:
         idle = np.setdiff1d(np.arange(16), lanes)
         assert np.all(digit[0, idle] >= 8)
         np.testing.assert_array_equal(digit[0, lanes], digits[here])
         np.testing.assert_array_equal(value[0, lanes], values[here])
+
+
+@every
+@pytest.mark.parametrize("temperature", [1e38, 3.4e38])
+def test_a_huge_temperature_leaves_what_weighs_enough(implementation, temperature):
+    # The greatest one weighs 1, the others e^-3.4 or e^-1 each, or nothing.
+    values = np.float32([[3.4e38, -np.inf, -np.inf, -np.inf], [3.4e38, 0, 1, 2]])
+    share, hot = np.float32([0.5, 0.4]), np.full(2, temperature, np.float32)
+    found = _nucleus(implementation)(values, share, hot)
+    np.testing.assert_array_equal(found, _keys(values)[:, 0])
 
 
 @every
@@ -339,6 +349,13 @@ def test_any_cut_finds_the_same(config):
     tiny = Weighing(jnp.asarray(values.max(axis=1)), jnp.full(rows, 1e-45))
     found = search(values, np.full(rows, 0.5, np.float32), tiny)
     np.testing.assert_array_equal(found, keys[:, -1])
+    # From floors on, of so hot a row that all weigh 1.
+    values = np.random.default_rng(6).normal(size=values.shape).astype(np.float32)
+    keys = np.sort(np.asarray(_keys(values)), axis=1)
+    floor = keys[np.arange(rows), -k]
+    hot = Weighing(values.max(axis=1), np.full(rows, 1e38, np.float32), floor)
+    found = search(values, np.full(rows, 0.5, np.float32), hot)
+    np.testing.assert_array_equal(found, keys[np.arange(rows), -((k + 1) // 2)])
 
 
 @pytest.mark.parametrize(

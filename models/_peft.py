@@ -226,6 +226,12 @@ def _factors(module: BaseModule, pair: Any) -> tuple[np.ndarray, np.ndarray]:
     got = reprlib.repr(pair)
     if isinstance(pair, tuple | list) and len(pair) == 2:
         a, b = map(np.asarray, pair)
+        known = _DTYPES.values()
+        if a.dtype not in known or b.dtype not in known:
+            raise AdapterError(
+                f"{module.path}: weights must be of dtype "
+                f"{', '.join(dtype.name for dtype in known)}, got {a.dtype}, {b.dtype}"
+            )
         if a.ndim == b.ndim == 2:
             return a, b
         got = f"A of shape {list(a.shape)} and B of {list(b.shape)}"

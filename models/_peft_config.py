@@ -8,6 +8,7 @@ how many layers a base model has.
 import contextlib
 import math
 import re
+import reprlib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from numbers import Integral, Real
@@ -60,6 +61,9 @@ UNADAPTED_MODULES = ("lm_head", "model.embed_tokens")
 _DEFAULT_RANK = 8
 _DEFAULT_ALPHA = 8.0
 ALL_LINEAR = "all-linear"
+_LAYER_INDEX = r"\.(?P<index>\d+)\."
+# Far above any, and small enough for all that is computed of it.
+_MAX_RANK = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,26 +176,28 @@ class PeftLoraConfig:
     def _layer_is_wanted(self, path: str) -> bool:
         if not self.layers_to_transform:
             return True
-        prefixes = [rf"(?:^|.*?\.){pattern}" for pattern in self.layers_pattern]
-        for prefix in prefixes or [r".*?\.[^.]*"]:
-            if match := re.match(rf"{prefix}\.(?P<index>\d+)\.", path):
+        forms = [_layer_form(pattern) for pattern in self.layers_pattern]
+        for form in forms or [rf".*?\.[^.]*{_LAYER_INDEX}"]:
+            match = re.match(form, path)
+            # A branch of the pattern without an index may have matched.
+            if match and match["index"] is not None:
                 return int(match["index"]) in self.layers_to_transform
         return False
 
     def _check_patterns(self) -> None:
-        patterns = {
-            "rank_pattern": list(self.rank_pattern),
-            "alpha_pattern": list(self.alpha_pattern),
-            "layers_pattern": list(self.layers_pattern),
-        }
+        forms = [
+            *(("rank_pattern", one, _ending_form(one)) for one in self.rank_pattern),
+            *(("alpha_pattern", one, _ending_form(one)) for one in self.alpha_pattern),
+            *(("layers_pattern", one, _layer_form(one)) for one in self.layers_pattern),
+        ]
         for name in ("target_modules", "exclude_modules"):
             value = getattr(self, name)
             if isinstance(value, str) and value.lower() != ALL_LINEAR:
-                patterns[name] = [value]
-        for name, values in patterns.items():
-            for value in values:
+                forms.append((name, value, value))
+        for name, value, form in forms:
+            for one in (value, form):  # "a)(b" is none, though its form is
                 try:
-                    re.compile(value)
+                    re.compile(one)
                 except re.error as err:
                     raise AdapterError(
                         f"{name}: {value!r} is not a regular expression: {err}"
@@ -226,9 +232,17 @@ def _refuse_unsupported(fields: Mapping[str, Any]) -> None:
 def _first_match(patterns: Mapping[str, Any], path: str, default: Any) -> Any:
     """Return the value of the first pattern that fits the end of a module path."""
     for pattern, value in patterns.items():
-        if re.match(rf"(.*\.)?({pattern})$", path):
+        if re.match(_ending_form(pattern), path):
             return value
     return default
+
+
+def _ending_form(pattern: str) -> str:
+    return rf"(.*\.)?({pattern})$"
+
+
+def _layer_form(pattern: str) -> str:
+    return rf"(?:^|.*?\.){pattern}{_LAYER_INDEX}"
 
 
 def _ends_with_any(path: str, names: Collection[str]) -> bool:
@@ -244,6 +258,9 @@ def _is_int(value: Any) -> bool:
 def _rank(name: str, value: Any) -> int:
     if not _is_int(value) or value < 1:
         raise AdapterError(f"{name} must be an integer from 1, got {value!r}")
+    if value > _MAX_RANK:
+        got = reprlib.repr(int(value))
+        raise AdapterError(f"{name} must be at most {_MAX_RANK}, got {got}")
     return int(value)
 
 

@@ -32,6 +32,8 @@ AdapterSource: TypeAlias = (
     | Mapping[str | tuple[int, str], tuple[Any, Any]]
 )
 _CONFIG_FILE = "adapter_config.json"
+# What `make_adapter` takes besides fields.
+_OWN_ARGUMENTS = frozenset(("config", "tensors", "dtype", "empty"))
 
 
 class Reader(NamedTuple):
@@ -94,10 +96,15 @@ class AdapterSources:
           fields: of `adapter_config.json`, for weights that have no file.
 
         Raises:
-          ValueError: the name is empty or no text, or fields are given for files.
+          ValueError: the name is empty or no text, or fields are given for files, or
+            are none.
         """
         check_name(name)
         if isinstance(source, Mapping):
+            if odd := fields.keys() & _OWN_ARGUMENTS:
+                raise ValueError(
+                    f"fields must be those of {_CONFIG_FILE}, got {sorted(odd)}"
+                )
             return Reader(functools.partial(self._make, source, fields), False)
         if fields:
             raise ValueError(

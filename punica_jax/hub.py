@@ -73,15 +73,16 @@ def local_dir(
             f"(org/name or org/name@revision), got {reprlib.repr(name)}"
         )
     path = Path(name)
-    if path.is_dir():
+    # (Path's own raise where a name is too long, or without permission.)
+    if os.path.isdir(path):
         return path
-    if path.exists():
+    if os.path.exists(path):
         raise HubError(f"{path}: {_a(kind)} is a directory, this is a file")
     match = _HUB_ID.fullmatch(name) if isinstance(name, str) else None
     if match is None:
         raise HubError(
-            f"{name}: no such directory, and not the id of {_a(kind)} on the Hugging "
-            "Face hub either (org/name or org/name@revision)"
+            f"{str(name)[:200]}: no such directory, and not the id of {_a(kind)} on "
+            "the Hugging Face hub either (org/name or org/name@revision)"
         )
     folder = _fetch(match["id"], match["revision"], kind, _FILES[kind], progress)
     _check_complete(str(name), folder, kind, _NEEDED[kind])

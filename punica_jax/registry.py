@@ -90,11 +90,17 @@ class AdapterRegistry(Mapping[str, Version]):
         allow_nan: bool = False,
     ) -> Version:
         """Make a version that nobody can claim yet: `adopt` or `discard` it."""
-        old = self._current.get(name)
-        key = f"{name} (version {next(self._numbers)})"
-        stats = AdapterStats() if old is None else old.stats
+        # One for all that a name stands for, or will, or did for those who hold it: who
+        # ends counts by its name.
+        others = (v for v in (*self.candidates, *self.retired) if v.name == name)
+        known = self._current.get(name) or next(others, None)
         version = Version(
-            name, key, read, stats, is_remote=is_remote, allow_nan=allow_nan
+            name,
+            f"{name} (version {next(self._numbers)})",
+            read,
+            AdapterStats() if known is None else known.stats,
+            is_remote=is_remote,
+            allow_nan=allow_nan,
         )
         self.candidates[version] = None
         return version

@@ -152,6 +152,12 @@ def test_what_a_reader_refuses(folder: Path):
     for name in ("", None, 3, ["x"]):
         with pytest.raises(ValueError, match="an adapter's name must be a text, not"):
             sources.reader(name, folder / "x", {})  # pyright: ignore[reportArgumentType]
+    for own in ("config", "tensors", "dtype", "empty"):
+        with pytest.raises(
+            ValueError,
+            match=rf"fields must be those of adapter_config.json, got \['{own}'\]",
+        ):
+            sources.reader("x", {}, {own: None})
     with pytest.raises(
         ValueError,
         match=r"only weights take fields of adapter_config.json, got \['lora_alpha'\]",

@@ -210,15 +210,16 @@ def test_refused(hub, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["nothing", "./org/name", "a/b/c", "/no/such", "~/x", "org/name@"]
+    "name",
+    ["nothing", "./org/name", "a/b/c", "/no/such", "~/x", "org/name@", "x" * 5000],
 )
 def test_neither(hub, name, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(HubError) as caught:
         local_dir(name, "model")
     assert str(caught.value) == (
-        f"{name}: no such directory, and not the id of a model on the Hugging Face "
-        "hub either (org/name or org/name@revision)"
+        f"{name[:200]}: no such directory, and not the id of a model on the Hugging "
+        "Face hub either (org/name or org/name@revision)"
     )
     assert hub.requests == []
 

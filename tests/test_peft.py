@@ -438,7 +438,7 @@ def test_what_cannot_be_read_is_not_written(tmp_path, tensors, fields, text):
         ((np.ones((4, 2)),), "(array("),
         (np.ones((3, 4, 2)), "array("),
         ((np.ones(4), np.ones((8, 4))), "A of shape [4] and B of [8, 4]"),
-        ((np.ones((4, 2)), None), "A of shape [4, 2] and B of []"),
+        ((np.ones((4, 2)), 1.0), "A of shape [4, 2] and B of []"),
         ({"A": 1, "B": 2}, "{'A': 1, 'B': 2}"),
     ],
 )
@@ -449,6 +449,17 @@ def test_arrays_that_are_no_pair(pair, got):
     assert str(caught.value).startswith(
         f"model.layers.1.{Q} must have a pair of arrays, A [rank, {d_in}] and B "
         f"[{d_out}, rank], got {got}"
+    )
+
+
+@pytest.mark.parametrize("odd", ["complex64", "int8", "bool", "object", "<U3"])
+def test_arrays_of_a_dtype_that_no_file_may_have(odd):
+    a, b = (np.ones(shape, np.float32) for shape in ((4, 32), (32, 4)))
+    with pytest.raises(AdapterError) as caught:
+        make_adapter(CONFIG, {(1, Q): (a, b.astype(odd))}, dtype=np.float32)
+    assert str(caught.value) == (
+        f"model.layers.1.{Q}: weights must be of dtype float16, bfloat16, float32, "
+        f"float64, got float32, {np.dtype(odd)}"
     )
 
 

@@ -126,6 +126,28 @@ BAD_FIELDS = [
     ({"r": -8}, "r must be an integer from 1, got -8"),
     ({"r": 4.0}, "r must be an integer from 1, got 4.0"),
     ({"r": True}, "r must be an integer from 1, got True"),
+    pytest.param(
+        {"r": 10**400},
+        f"r must be at most 2147483647, got 1{'0' * 17}...{'0' * 19}",
+        id="huge r",
+    ),
+    # Regular expressions, but not within PEFT's.
+    (
+        {"rank_pattern": {"(?i)q_proj": 4}},
+        "rank_pattern: '(?i)q_proj' is not a regular expression: global flags not at "
+        "the start of the expression at position 8",
+    ),
+    (
+        {"layers_to_transform": [0], "layers_pattern": "(?P<index>h)"},
+        "layers_pattern: '(?P<index>h)' is not a regular expression: redefinition of "
+        "group name 'index' as group 2; was group 1 at position 29",
+    ),
+    # And within them, but none.
+    (
+        {"alpha_pattern": {"a)(b": 4}},
+        "alpha_pattern: 'a)(b' is not a regular expression: unbalanced parenthesis at "
+        "position 1",
+    ),
     (
         {"rank_pattern": {"q_proj": 0}},
         "rank_pattern['q_proj'] must be an integer from 1, got 0",

@@ -22,6 +22,7 @@ from hypothesis.stateful import (
 from punica_jax.adapters import AdapterTable
 from punica_jax.placements import AdapterCapacityError, UnknownAdapterError
 from punica_jax.residence import RETRY_S, AdapterResidence
+from punica_jax.stats import AdapterStats
 from punica_jax.tasks import Tasks
 from punica_jax.versions import Version
 
@@ -625,6 +626,32 @@ def test_pinning_again_tries_again(place: Setting, is_adopted: bool):
         place.residence.adopt(version, is_pinned=True)
     place.settle()
     assert version.ready and version.error is None
+
+
+def test_all_that_a_name_stands_for_counts_together():
+    residence = Setting(num_slots=2).residence
+    first, second = (residence.prepare("a", lambda: FakeHost("a")) for _ in range(2))
+    third = residence.register("a", lambda: FakeHost("b"))
+    assert first.stats is second.stats is third.stats
+    residence.discard(second)
+    residence.adopt(first)
+    assert residence["a"] is first and first.stats is third.stats
+    other = residence.prepare("b", lambda: FakeHost("c"))
+    assert other.stats is not first.stats
+
+
+def test_who_holds_what_a_name_stood_for_counts_with_it():
+    place = Setting(num_slots=2)
+    place.add("a")
+    old = place.hold("a")
+    assert place.residence.unregister("a") is old
+    new = place.residence.register("a", lambda: FakeHost("new"))
+    assert new.stats is old.stats and not old.gone.done()
+    place.residence.unregister("a")
+    place.residence.release(old)
+    assert old.gone.done()
+    another = place.residence.register("a", lambda: FakeHost("newer"))
+    assert another.stats is not old.stats, "nobody knew it any more"
 
 
 def test_a_spare_slot_is_for_what_replaces_another():
@@ -1438,6 +1465,10 @@ class AnySequence(RuleBasedStateMachine):
                 if version.weights[0] == "digest":
                     assert version.weights[1] == meaning
                 assert self.meaning.setdefault(version.weights, meaning) == meaning
+        stats: dict[str, AdapterStats] = {}
+        for version in self.all():
+            if not version.gone.done():
+                assert version.stats is stats.setdefault(version.name, version.stats)
         slots = [one.slot for one in self.all() if one.placement is not None]
         assert len(slots) == len(set(slots)) == residence.num_on_device
 

@@ -61,6 +61,7 @@ _DTYPES = {
     "F32": np.dtype(np.float32),
     "F64": np.dtype(np.float64),
 }
+_DTYPE_RULE = f"weights must be of dtype {', '.join(_DTYPES)}"
 
 
 def read_adapter(
@@ -226,12 +227,9 @@ def _factors(module: BaseModule, pair: Any) -> tuple[np.ndarray, np.ndarray]:
     got = reprlib.repr(pair)
     if isinstance(pair, tuple | list) and len(pair) == 2:
         a, b = map(np.asarray, pair)
-        known = _DTYPES.values()
-        if a.dtype not in known or b.dtype not in known:
-            raise AdapterError(
-                f"{module.path}: weights must be of dtype "
-                f"{', '.join(dtype.name for dtype in known)}, got {a.dtype}, {b.dtype}"
-            )
+        if not {a.dtype, b.dtype} <= {*_DTYPES.values()}:
+            got = f"{a.dtype} and {b.dtype}"
+            raise AdapterError(f"{module.path}: {_DTYPE_RULE}, got {got}")
         if a.ndim == b.ndim == 2:
             return a, b
         got = f"A of shape {list(a.shape)} and B of {list(b.shape)}"
@@ -302,10 +300,7 @@ def _bound_file(
         infos = file.tensors.items()
         odd = [f"{name} ({i.dtype})" for name, i in infos if i.dtype not in _DTYPES]
         if odd:
-            raise AdapterError(
-                f"weights must be of dtype {', '.join(_DTYPES)}, got "
-                f"{listed(sorted(odd))}"
-            )
+            raise AdapterError(f"{_DTYPE_RULE}, got {listed(sorted(odd))}")
         shapes = {name: info.shape for name, info in infos}
         yield file, bind_tensors(lora, config, shapes)
 

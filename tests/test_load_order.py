@@ -127,7 +127,8 @@ def paths(jaxpr: core.Jaxpr) -> set[tuple[str, ...]]:
 
 @pytest.mark.parametrize("max_pages", [1, 4])
 def test_v_is_loaded_after_it_was_waited_for(monkeypatch, max_pages):
-    monkeypatch.setattr(_pair, "_LEAST_PROGRAMS", 1)
+    for least in ("_LEAST_PROGRAMS", "_LEAST_SMALL_PROGRAMS"):
+        monkeypatch.setattr(_pair, least, 1)
     *_, expands = launch("lora", max_pages).eqns
     found = set().union(*(paths(own.jaxpr) for own in expands.params["branches"]))
     # Not of two conditions that never hold at once.

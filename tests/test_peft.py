@@ -458,8 +458,8 @@ def test_arrays_of_a_dtype_that_no_file_may_have(odd):
     with pytest.raises(AdapterError) as caught:
         make_adapter(CONFIG, {(1, Q): (a, b.astype(odd))}, dtype=np.float32)
     assert str(caught.value) == (
-        f"model.layers.1.{Q}: weights must be of dtype float16, bfloat16, float32, "
-        f"float64, got float32, {np.dtype(odd)}"
+        f"model.layers.1.{Q}: weights must be of dtype F16, BF16, F32, F64, got "
+        f"float32 and {np.dtype(odd)}"
     )
 
 

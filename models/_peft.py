@@ -227,11 +227,11 @@ def _factors(module: BaseModule, pair: Any) -> tuple[np.ndarray, np.ndarray]:
     got = reprlib.repr(pair)
     if isinstance(pair, tuple | list) and len(pair) == 2:
         a, b = map(np.asarray, pair)
-        if not {a.dtype, b.dtype} <= {*_DTYPES.values()}:
+        if a.ndim == b.ndim == 2:
+            if {a.dtype, b.dtype} <= {*_DTYPES.values()}:
+                return a, b
             got = f"{a.dtype} and {b.dtype}"
             raise AdapterError(f"{module.path}: {_DTYPE_RULE}, got {got}")
-        if a.ndim == b.ndim == 2:
-            return a, b
         got = f"A of shape {list(a.shape)} and B of {list(b.shape)}"
     raise AdapterError(
         f"{module.path} must have a pair of arrays, A [rank, {module.d_in}] and B "

@@ -78,7 +78,8 @@ def read_chunk(
 def digit_in(tile: Tile, found: Array, shift: Array) -> Array:
     """Return values' digits; what is in no bucket of `found` has one above all others.
 
-    Above as unsigned numbers: a key below `found` is far beyond the last bucket.
+    Above as unsigned numbers: a key below `found` is far beyond the last bucket. (But
+    far below a floor, which need not end in zeros, it may have any, and weighs 0.)
     """
     key = order_keys(tile.values)
     return lax.shift_right_logical(key - found, jnp.broadcast_to(shift, key.shape))

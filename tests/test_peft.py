@@ -438,7 +438,7 @@ def test_what_cannot_be_read_is_not_written(tmp_path, tensors, fields, text):
         ((np.ones((4, 2)),), "(array("),
         (np.ones((3, 4, 2)), "array("),
         ((np.ones(4), np.ones((8, 4))), "A of shape [4] and B of [8, 4]"),
-        ((np.ones((4, 2)), 1.0), "A of shape [4, 2] and B of []"),
+        ((np.ones((4, 2)), None), "A of shape [4, 2] and B of []"),
         ({"A": 1, "B": 2}, "{'A': 1, 'B': 2}"),
     ],
 )

@@ -5,6 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import pytest
 
 from punica_jax.pallas_kernels import LoraPool
 from punica_jax.pallas_kernels.shapes import segment_sizes
@@ -19,6 +20,11 @@ NUMPY_DTYPE = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
     "float16": np.dtype(np.float16),
 }
+
+
+def rarely(*values):
+    """A test's parameters that only the full grid runs."""
+    return pytest.param(*values, marks=pytest.mark.grid)
 
 
 def slots_of(popularity, rows, *, num_slots, num_idle=0, rng):

@@ -22,7 +22,7 @@ from punica_jax.pallas_kernels._sgmv_config import (
     shrink_config,
 )
 from punica_jax.pallas_kernels._shrink import shrink
-from tests.sgmv_cases import TOLERANCE, make_case
+from tests.sgmv_cases import TOLERANCE, make_case, rarely
 from tests.test_lowering import lower
 
 IMPLEMENTATIONS = [
@@ -38,10 +38,6 @@ SIZES = {0: 150, 1: 1, 2: 70, 3: 1, 4: 16, -1: 90}
 
 def some_slots():
     return np.repeat(list(SIZES), list(SIZES.values())).astype(np.int32)
-
-
-def rarely(*values):
-    return pytest.param(*values, marks=pytest.mark.grid)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

@@ -16,7 +16,7 @@ from punica_jax.pallas_kernels._sgmv_config import (
     ExpandConfig,
 )
 from tests.attention_cases import assert_same
-from tests.sgmv_cases import make_case
+from tests.sgmv_cases import make_case, rarely
 from tests.warpgroup_cases import in_second_layer
 
 INTERPRET = "pallas_interpret"
@@ -27,10 +27,6 @@ GRID_BOTH = pytest.mark.parametrize("implementation", [GRID, GPU])
 D_OUTS = (136, 72)
 # Modules without a page, with one and several; an adapter of nothing.
 RANKS = [[16, 16], [64, 5], [0, 33], [40, 0], [0, 0], [3, 64]]
-
-
-def rarely(*values):
-    return pytest.param(*values, marks=pytest.mark.grid)
 
 
 def operands_of(rows, *, dtype="bfloat16", d_outs=D_OUTS, ranks=RANKS, slots=None):

@@ -18,7 +18,7 @@ from punica_jax.pallas_kernels._sgmv_config import (
     walked_blocks,
 )
 from punica_jax.pallas_kernels._shrink import shrink
-from tests.sgmv_cases import make_case
+from tests.sgmv_cases import make_case, rarely
 
 IMPLEMENTATIONS = [
     "pallas_interpret",
@@ -29,10 +29,6 @@ RARELY_INTERPRETED = [
     IMPLEMENTATIONS[1],
 ]
 ROWS, PAGE_SIZE = 70, 16
-
-
-def rarely(*values):
-    return pytest.param(*values, marks=pytest.mark.grid)
 
 
 def make_launch(d_outs, implementation, *, dtype="bfloat16", pages=1, passes=1):

@@ -32,23 +32,34 @@ class AdapterRows:
       live: `bool[rows]`, which there are; None if all are.
     """
 
-    def __init__(self, refs: tuple[Any, ...], num_rows: int, block_rows: int):
-        """Find program `pl.program_id(0)`'s rows.
+    def __init__(
+        self,
+        refs: tuple[Any, ...],
+        num_rows: int,
+        block_rows: int,
+        modules: Sequence[Any],
+    ):
+        """Find program `pl.program_id(0)`'s rows, and ask for their first page and v.
 
         Args:
           refs: of `Shrunk.row_operands`.
           num_rows: of the launch.
           block_rows: of a program.
+          modules: which of the group's the program adds to.
         """
         lane = jnp.arange(block_rows, dtype=jnp.int32)
         entry = pl.program_id(0) * block_rows + lane
-        self._refs, self._entry = refs, entry
+        self._refs, self._entry, self._modules = refs, entry, modules
         self.live = None if num_rows % block_rows == 0 else entry < num_rows
         self.row, self.slot = (load(ref.at[0, entry], self.live) for ref in refs[5:7])
+        self._page = self._look_up(0)
+        # Asked for before the page is known: B's loads would be held up by v's else.
+        self._v = [self._load_v(module, 0) for module in modules]
         if self.live is not None:
             # For masked stores in interpret mode write old values back.
             self.row = jnp.where(self.live, self.row, num_rows + lane)
             self.slot = jnp.where(self.live, self.slot, -1)
+            self._page = jnp.where(self.live, self._page, -1)
 
     def mask(self, inside: Array | None, column: Array) -> Array | None:
         """Return `bool[rows, lanes, n]`, which columns are there; None if all are."""
@@ -61,101 +72,131 @@ class AdapterRows:
 
     def load(self, ref: Any, column: Array, inside: Array | None) -> Array:
         """Return `f32[rows, lanes, n]`."""
-        values = load(ref.at[self.at(column)], self.mask(inside, column))
-        return values.astype(jnp.float32)
+        return widened(load(ref.at[self.at(column)], self.mask(inside, column)))
 
     def add_product(
         self,
-        sums: _Columns,
-        modules: Sequence[Any],
+        y_ref: Any,
         columns: _Columns,
         inside: Array | None,
+        at_once: int = 1,
     ) -> _Columns:
-        """Return the sums with the adapters' product added in some columns of B.
+        """Return `f32[rows, lanes, n]`, y with the adapters' product, of some columns.
 
         Args:
-          sums: `f32[rows, lanes, n]` of each of the `columns`.
-          modules: which of the group's, one for each list of columns.
-          columns: `i32[1, lanes, n]`, of B.
+          y_ref: `[rows, d_out]`.
+          columns: `i32[1, lanes, n]`, of B, a list for each module.
           inside: `bool[1, lanes, n]`, which columns are there; None if all are.
+          at_once: how many pages at a time, behind the first one.
         """
         b_ref, *tables = self._refs[1:5]
-        page_table_ref, num_pages_ref, _ = tables
-        max_count = page_table_ref.shape[1]
-        first_row, first = layer_starts(tables, b_ref)
+        max_count = tables[0].shape[1]
+        first_row, before = layer_starts(tables, b_ref)
         known = first_row + self._entry
-        counts = [load(num_pages_ref.at[known, c], self.live) for c in modules]
+        counts = [load(tables[1].at[known, c], self.live) for c in self._modules]
 
-        def look_up(index):
-            return load(page_table_ref.at[self._entry, index], self.live)
+        def add(n, numbers, pages, theres, v, begin):
+            """Add some pages' product to a module's columns."""
+            bs = [
+                [self._load_b(before + page, there, at, inside) for at in columns[n]]
+                for page, there in zip(pages, theres, strict=True)
+            ]
+            sums = begin(n)
+            for number, v_of_page, parts in zip(numbers, v, bs, strict=True):
+                v_of_page = self._rounded(v_of_page)
+                there = (number < counts[n])[:, None, None]
+                products = [(v_of_page * widened(b)).sum(axis=0) for b in parts]
+                pairs = zip(sums, products, strict=True)
+                sums = [y + jnp.where(there, own, 0) for y, own in pairs]
+            return sums
 
-        # One module after the other: of two at once the compiler holds so much that not
-        # all programs find room.
-        def add_page(index, page, masks, sums):
-            added = []
-            for n, (module, count) in enumerate(zip(modules, counts, strict=True)):
-                v_rank = (module * max_count + index) * RANK_PAGE
-                parts = self._load_v(v_rank, masks[n])
-                bs = [
-                    self._load_b(first + page, masks[n], at, inside)
-                    for at in columns[n]
-                ]
-                v, there = self._v_of(parts), (index < count)[:, None, None]
-                products = [(v * b.astype(jnp.float32)).sum(axis=0) for b in bs]
-                pairs = zip(sums[n], products, strict=True)
-                added.append([y + jnp.where(there, own, 0) for y, own in pairs])
-            return added
+        # Behind its B, for which a program waits longer.
+        def y_of(n):
+            return [self.load(y_ref, column, inside) for column in columns[n]]
 
         # The first page is asked for before it is known which modules have it: its
         # loads do not wait for the counts. (1 us of a layer's four launches; 32 rows of
-        # Llama-3.1-8B, one H100.)
-        page = look_up(0)
-        asked = mask_of(page.shape, page >= 0, self.live)
-        sums = add_page(jnp.int32(0), page, [asked] * len(counts), sums)
+        # Llama-3.1-8B, one H100.) One module after the other: of two at once the
+        # compiler holds so much that not all programs find room.
+        modules, page = range(len(columns)), self._page
+        sums = [add(n, [0], [page], [page >= 0], [self._v[n]], y_of) for n in modules]
         if max_count == 1:
             return sums
-        most = functools.reduce(jnp.maximum, counts).max()
 
-        def add_further(index, sums):
-            return add_page(index, look_up(index), [index < c for c in counts], sums)
+        at_once = min(at_once, max_count - 1)
 
-        return lax.fori_loop(1, most, add_further, sums)
+        def add_further(turn, sums):
+            numbers = [1 + turn * at_once + k for k in range(at_once)]
+            within = numbers
+            if (max_count - 1) % at_once:
+                within = [jnp.minimum(number, max_count - 1) for number in numbers]
+            pages = [self._look_up(number) for number in within]
+
+            def add_to(n):
+                v = [self._load_v(self._modules[n], number) for number in within]
+                theres = [number < counts[n] for number in numbers]
+                if at_once == 1 and page.size == 1:
+                    # The loop ends with them: masks would keep its loads waiting.
+                    theres = [None]
+                return add(n, numbers, pages, theres, v, sums.__getitem__)
+
+            return [add_to(n) for n in modules]
+
+        most = functools.reduce(jnp.maximum, counts).max() - 1
+        turns = lax.div(most + (at_once - 1), jnp.int32(at_once))
+        return lax.fori_loop(0, turns, add_further, sums)
+
+    def _look_up(self, number: Any) -> Array:
+        """Return `i32[rows]`, where each row's page of that number is."""
+        return load(self._refs[2].at[self._entry, number], self.live)
 
     def _load_b(
-        self, page: Array, there: Array, column: Array, inside: Array | None
+        self, page: Array, there: Array | None, column: Array, inside: Array | None
     ) -> Array:
         """Return `[16, rows, lanes, n]` of each row's page, or zeros."""
         rank = jnp.arange(RANK_PAGE, dtype=jnp.int32)[:, None, None, None]
-        page, there = (array[None, :, None, None] for array in (page, there))
         shape = (RANK_PAGE, self.row.size, *column.shape[1:])
+        there = None if there is None else there[None, :, None, None]
         mask = mask_of(shape, there, None if inside is None else inside[None])
+        page = page[None, :, None, None]
         return load(self._refs[1].at[page, rank, column[None]], mask)
 
-    def _load_v(self, first: Any, there: Array) -> list[Array]:
-        """Return `f32[16, rows, 2]` of each group: v from a rank on, and zeros.
+    def _load_v(self, module: Any, number: Any) -> Array:
+        """Return `f32[16, rows, 2]`: v of a page's ranks, and zeros.
 
-        So each lane of a row's warp loads one value of a group, and `_v_of` exchanges
-        the sums. Of `[16, rows]` every lane would load all: 128 registers for gate and
-        up. 32 rows of ranks 8, 16 and 64 took 21.4 us there, now 18.1.
+        So each lane of a row's warp loads one value of a group, and `_rounded`
+        exchanges the sums. Of `[16, rows]` every lane would load all: 128 registers for
+        gate and up. 32 rows of ranks 8, 16 and 64 took 21.4 us there, now 18.1.
         """
-        v_ref = self._refs[0]
+        v_ref, max_count = self._refs[0], self._refs[2].shape[1]
         shape = (RANK_PAGE, self.row.size, _LANES // RANK_PAGE)
         rank = jnp.arange(RANK_PAGE, dtype=jnp.int32)[:, None, None]
+        rank += (module * max_count + number) * RANK_PAGE
         half = jnp.arange(_LANES // RANK_PAGE, dtype=jnp.int32)[None, None, :]
-        mask = mask_of(shape, there[None, :, None], half == 0)
+        live = None if self.live is None else self.live[None, :, None]
+        mask = mask_of(shape, live, half == 0)
         entry, rank = (
             jnp.broadcast_to(array, shape)
-            for array in (self._entry[None, :, None], first + rank)
+            for array in (self._entry[None, :, None], rank)
         )
         groups = range(v_ref.shape[0])
-        return [load(v_ref.at[group, entry, rank], mask) for group in groups]
+        parts = [load(v_ref.at[group, entry, rank], mask) for group in groups]
+        return add_splits(parts)
 
-    def _v_of(self, parts: Sequence[Array]) -> Array:
+    def _rounded(self, v: Array) -> Array:
         """Return `f32[16, rows, 1, 1]`, rounded as B is."""
-        v, dtype = add_splits(parts).sum(axis=2), self._refs[1].dtype
+        v, dtype = v.sum(axis=2), self._refs[1].dtype
         if len(self._refs) > 7:
             v *= load(self._refs[7].at[0, self._entry], self.live)[None, :]
         return v.astype(dtype).astype(jnp.float32)[:, :, None, None]
+
+
+def widened(values: Array) -> Array:
+    """Return them in float32: of bfloat16 an instruction each, a cast takes 1.5."""
+    if values.dtype != jnp.bfloat16:
+        return values.astype(jnp.float32)
+    bits = lax.bitcast_convert_type(values, jnp.uint16).astype(jnp.uint32)
+    return lax.bitcast_convert_type(bits << 16, jnp.float32)
 
 
 def columns_of(block_n: int) -> Array:

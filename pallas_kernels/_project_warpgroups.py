@@ -42,6 +42,10 @@ _WIDE = 24576
 # 2 to 5 % less (one H100).
 _MAX_ROWS = 32
 _MAX_PAGES = 4  # of an adapter; of more the shrink would end last
+# Between these widths Triton's form is the faster one with adapters: so a step of 32
+# rows of Llama-2-7B, whose q, k, v have 12288 columns, takes 0.2 % less of one adapter
+# and of 32 of rank 16, and 1 % less of ranks 8, 16 and 64 (one H200).
+_MEDIUM, _LARGE = 8192, 16384
 # That three groups' threads share, one of each: for the sums of 64 x 256 columns, for
 # addresses, and for those of 64 x 96 ranks twice.
 _REGISTERS = 504
@@ -65,6 +69,8 @@ def fits(
     if rows > _MAX_ROWS or rows % ALIGNED_ROWS or d_in % 128 or d_out % 16:
         return False
     if lora is not None and lora[0].page_table.shape[1] > _MAX_PAGES:
+        return False
+    if lora is not None and _MEDIUM < d_out <= _LARGE:
         return False
     # What is multiplied and then added to would be rounded once, and by Triton twice.
     if isinstance(x, NormedRows) and options:

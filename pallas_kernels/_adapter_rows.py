@@ -47,14 +47,20 @@ class AdapterRows:
           block_rows: of a program.
           modules: which of the group's the program adds to.
         """
+        self._v_ref, self._b_ref, *tables = refs[:5]
+        self._page_table_ref, num_pages_ref, _ = tables
+        self._weights_ref = refs[7] if len(refs) > 7 else None
         lane = jnp.arange(block_rows, dtype=jnp.int32)
-        entry = pl.program_id(0) * block_rows + lane
-        self._refs, self._entry, self._modules = refs, entry, modules
+        self._entry = entry = pl.program_id(0) * block_rows + lane
+        self._modules = modules
         self.live = None if num_rows % block_rows == 0 else entry < num_rows
         self.row, self.slot = (load(ref.at[0, entry], self.live) for ref in refs[5:7])
         self._page = self._look_up(0)
         # Asked for before the page is known: B's loads would be held up by v's else.
         self._v = [self._load_v(module, 0) for module in modules]
+        first_row, self._first_page = layer_starts(tables, self._b_ref)
+        known = first_row + entry
+        self._counts = [load(num_pages_ref.at[known, c], self.live) for c in modules]
         if self.live is not None:
             # For masked stores in interpret mode write old values back.
             self.row = jnp.where(self.live, self.row, num_rows + lane)
@@ -72,14 +78,14 @@ class AdapterRows:
 
     def load(self, ref: Any, column: Array, inside: Array | None) -> Array:
         """Return `f32[rows, lanes, n]`."""
-        return widened(load(ref.at[self.at(column)], self.mask(inside, column)))
+        return _widened(load(ref.at[self.at(column)], self.mask(inside, column)))
 
     def add_product(
         self,
         y_ref: Any,
         columns: _Columns,
         inside: Array | None,
-        at_once: int = 1,
+        pages_at_once: int = 1,
     ) -> _Columns:
         """Return `f32[rows, lanes, n]`, y with the adapters' product, of some columns.
 
@@ -87,68 +93,70 @@ class AdapterRows:
           y_ref: `[rows, d_out]`.
           columns: `i32[1, lanes, n]`, of B, a list for each module.
           inside: `bool[1, lanes, n]`, which columns are there; None if all are.
-          at_once: how many pages at a time, behind the first one.
+          pages_at_once: how many of an adapter's pages behind its first one.
         """
-        b_ref, *tables = self._refs[1:5]
-        max_count = tables[0].shape[1]
-        first_row, before = layer_starts(tables, b_ref)
-        known = first_row + self._entry
-        counts = [load(tables[1].at[known, c], self.live) for c in self._modules]
+        max_count = self._page_table_ref.shape[1]
 
-        def add(n, numbers, pages, theres, v, begin):
-            """Add some pages' product to a module's columns."""
-            bs = [
-                [self._load_b(before + page, there, at, inside) for at in columns[n]]
-                for page, there in zip(pages, theres, strict=True)
-            ]
-            sums = begin(n)
-            for number, v_of_page, parts in zip(numbers, v, bs, strict=True):
-                v_of_page = self._rounded(v_of_page)
-                there = (number < counts[n])[:, None, None]
-                products = [(v_of_page * widened(b)).sum(axis=0) for b in parts]
-                pairs = zip(sums, products, strict=True)
-                sums = [y + jnp.where(there, own, 0) for y, own in pairs]
-            return sums
-
-        # Behind its B, for which a program waits longer.
-        def y_of(n):
-            return [self.load(y_ref, column, inside) for column in columns[n]]
+        def load_bs(n, page, there):
+            return [self._load_b(page, there, column, inside) for column in columns[n]]
 
         # The first page is asked for before it is known which modules have it: its
         # loads do not wait for the counts. (1 us of a layer's four launches; 32 rows of
         # Llama-3.1-8B, one H100.) One module after the other: of two at once the
         # compiler holds so much that not all programs find room.
-        modules, page = range(len(columns)), self._page
-        sums = [add(n, [0], [page], [page >= 0], [self._v[n]], y_of) for n in modules]
+        sums = []
+        for n, (v, own) in enumerate(zip(self._v, columns, strict=True)):
+            bs = load_bs(n, self._page, self._page >= 0)
+            # Behind B, for which a program waits longer.
+            y = [self.load(y_ref, column, inside) for column in own]
+            sums.append(self._added(y, n, 0, v, bs))
         if max_count == 1:
             return sums
 
-        at_once = min(at_once, max_count - 1)
+        at_once = min(pages_at_once, max_count - 1)
+        # Masks hold loads up. There are none where the loop's end says that all of a
+        # turn's pages are there.
+        masked = at_once > 1 or self.row.size > 1 or len(columns) > 1
 
-        def add_further(turn, sums):
+        def add_turn(turn, sums):
             numbers = [1 + turn * at_once + k for k in range(at_once)]
             within = numbers
-            if (max_count - 1) % at_once:
+            if (max_count - 1) % at_once:  # the last turn goes past the table
                 within = [jnp.minimum(number, max_count - 1) for number in numbers]
             pages = [self._look_up(number) for number in within]
 
-            def add_to(n):
-                v = [self._load_v(self._modules[n], number) for number in within]
-                theres = [number < counts[n] for number in numbers]
-                if at_once == 1 and page.size == 1:
-                    # The loop ends with them: masks would keep its loads waiting.
-                    theres = [None]
-                return add(n, numbers, pages, theres, v, sums.__getitem__)
+            def add_to(n, sums):
+                vs = [self._load_v(self._modules[n], number) for number in within]
+                bs = [
+                    load_bs(n, page, number < self._counts[n] if masked else None)
+                    for number, page in zip(numbers, pages, strict=True)
+                ]
+                for number, v, of_page in zip(numbers, vs, bs, strict=True):
+                    sums = self._added(sums, n, number, v, of_page)
+                return sums
 
-            return [add_to(n) for n in modules]
+            return [add_to(n, own) for n, own in enumerate(sums)]
 
-        most = functools.reduce(jnp.maximum, counts).max() - 1
-        turns = lax.div(most + (at_once - 1), jnp.int32(at_once))
-        return lax.fori_loop(0, turns, add_further, sums)
+        most = functools.reduce(jnp.maximum, self._counts).max() - 1
+        return lax.fori_loop(0, pl.cdiv(most, at_once), add_turn, sums)
+
+    def _added(
+        self,
+        sums: Sequence[Array],
+        n: int,
+        number: Any,
+        v: Array,
+        bs: Sequence[Array],
+    ) -> list[Array]:
+        """Return sums of module n's columns with the product of one of its pages."""
+        v, there = self._rounded(v), (number < self._counts[n])[:, None, None]
+        products = [(v * _widened(b)).sum(axis=0) for b in bs]
+        pairs = zip(sums, products, strict=True)
+        return [y + jnp.where(there, own, 0) for y, own in pairs]
 
     def _look_up(self, number: Any) -> Array:
         """Return `i32[rows]`, where each row's page of that number is."""
-        return load(self._refs[2].at[self._entry, number], self.live)
+        return load(self._page_table_ref.at[self._entry, number], self.live)
 
     def _load_b(
         self, page: Array, there: Array | None, column: Array, inside: Array | None
@@ -158,8 +166,8 @@ class AdapterRows:
         shape = (RANK_PAGE, self.row.size, *column.shape[1:])
         there = None if there is None else there[None, :, None, None]
         mask = mask_of(shape, there, None if inside is None else inside[None])
-        page = page[None, :, None, None]
-        return load(self._refs[1].at[page, rank, column[None]], mask)
+        page = (self._first_page + page)[None, :, None, None]
+        return load(self._b_ref.at[page, rank, column[None]], mask)
 
     def _load_v(self, module: Any, number: Any) -> Array:
         """Return `f32[16, rows, 2]`: v of a page's ranks, and zeros.
@@ -168,7 +176,7 @@ class AdapterRows:
         exchanges the sums. Of `[16, rows]` every lane would load all: 128 registers for
         gate and up. 32 rows of ranks 8, 16 and 64 took 21.4 us there, now 18.1.
         """
-        v_ref, max_count = self._refs[0], self._refs[2].shape[1]
+        v_ref, max_count = self._v_ref, self._page_table_ref.shape[1]
         shape = (RANK_PAGE, self.row.size, _LANES // RANK_PAGE)
         rank = jnp.arange(RANK_PAGE, dtype=jnp.int32)[:, None, None]
         rank += (module * max_count + number) * RANK_PAGE
@@ -185,13 +193,13 @@ class AdapterRows:
 
     def _rounded(self, v: Array) -> Array:
         """Return `f32[16, rows, 1, 1]`, rounded as B is."""
-        v, dtype = v.sum(axis=2), self._refs[1].dtype
-        if len(self._refs) > 7:
-            v *= load(self._refs[7].at[0, self._entry], self.live)[None, :]
-        return v.astype(dtype).astype(jnp.float32)[:, :, None, None]
+        v, dtype = v.sum(axis=2), self._b_ref.dtype
+        if self._weights_ref is not None:
+            v *= load(self._weights_ref.at[0, self._entry], self.live)[None, :]
+        return _widened(v.astype(dtype))[:, :, None, None]
 
 
-def widened(values: Array) -> Array:
+def _widened(values: Array) -> Array:
     """Return them in float32: of bfloat16 an instruction each, a cast takes 1.5."""
     if values.dtype != jnp.bfloat16:
         return values.astype(jnp.float32)

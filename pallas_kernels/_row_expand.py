@@ -39,8 +39,8 @@ from punica_jax.pallas_kernels._page_tiles import (
 _BLOCK_ROWS = 4
 _MAX_LONE_ROWS = 32
 # Of a row in place, behind its first: o and down of 32 rows of ranks 8, 16 and 64 take
-# 5.3 instead of 6.3 us each so. What ends with SiLU or the rotary embedding holds too
-# much for more than one at a time.
+# 5.3 instead of 6.3 us each so (one H200). What ends with SiLU or the rotary embedding
+# holds too much for more than one at a time.
 _PAGES_AT_ONCE = 3
 # Columns of one module a program. In place, 32 rows of 32 adapters to 4096 columns take
 # 5.0, 4.0, 4.0 us with 64, 128, 256 of them a program. (Fewer for fewer rows would
@@ -88,7 +88,7 @@ def _expand(
             d_out_offsets=shrunk.pool.d_out_offsets,
             blocks=blocks,
             block_n=block_n,
-            at_once=_PAGES_AT_ONCE if block_rows == 1 else 1,
+            pages_at_once=_PAGES_AT_ONCE if block_rows == 1 else 1,
         ),
         out_shape=shapes,
         grid=(pl.cdiv(num_rows, block_rows), sum(blocks)),
@@ -110,7 +110,7 @@ def _expand_kernel(
     d_out_offsets: tuple[int, ...],
     blocks: tuple[int, ...],
     block_n: int,
-    at_once: int,
+    pages_at_once: int,
 ):
     refs, (y_ref, *normed_refs) = refs[:-num_outs], refs[-num_outs:]
     norm_refs, refs = (refs[:1], refs[1:]) if normed_refs else ((), refs)
@@ -124,7 +124,7 @@ def _expand_kernel(
     def add():
         at, mask = rows.at(column), rows.mask(inside, column)
         norm = [load(ref.at[column], inside).astype(jnp.float32) for ref in norm_refs]
-        [[y]] = rows.add_product(y_in_ref, [[column]], inside, at_once)
+        [[y]] = rows.add_product(y_in_ref, [[column]], inside, pages_at_once)
         y = y.astype(y_ref.dtype)
         if not normed_refs:
             # Without an adapter a negative zero, too, stays what it is.

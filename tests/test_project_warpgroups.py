@@ -322,6 +322,25 @@ def test_pieces_have_their_share_of_the_memory(rows, max_pages, shape):
         assert taken <= 227 * 1024
 
 
+@pytest.mark.parametrize(
+    ("d_out", "with_adapters"),
+    [(6144, True), (10240, True), (10256, False), (14336, False), (14352, True)],
+)
+def test_widths_that_are_tritons_with_adapters(d_out, with_adapters, monkeypatch):
+    monkeypatch.setattr(_project_warpgroups, "has_warpgroups", lambda: True)
+    x, weight = struct(32, 4096), struct(d_out, 4096)
+    pool = LoraPool(
+        a=struct(9, 1, RANK_PAGE, 4096),
+        b=struct(9, RANK_PAGE, d_out),
+        page_table=struct(NUM_SLOTS, 4, dtype="int32"),
+        num_pages=struct(NUM_SLOTS, 1, dtype="int32"),
+        d_outs=(d_out,),
+    )
+    lora = pool, segments_of(np.zeros(32))
+    assert _project_warpgroups.fits(x, weight, lora, {}) == with_adapters
+    assert _project_warpgroups.fits(x, weight, None, {})
+
+
 def bytes_of(memory):
     own = jax.tree.leaves(memory)
     arrays = [array for array in own if not isinstance(array, plgpu.Barrier)]

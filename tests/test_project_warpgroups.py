@@ -265,6 +265,17 @@ def struct(*shape, dtype="bfloat16"):
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
+def pool_struct(d_in, d_outs, max_pages):
+    """Return the shapes of some adapters' pool."""
+    return LoraPool(
+        a=struct(9, len(d_outs), RANK_PAGE, d_in),
+        b=struct(9, RANK_PAGE, sum(d_outs)),
+        page_table=struct(NUM_SLOTS, max_pages, dtype="int32"),
+        num_pages=struct(NUM_SLOTS, len(d_outs), dtype="int32"),
+        d_outs=d_outs,
+    )
+
+
 @hypothesis.given(
     rows=st.integers(1, 8).map(lambda n: 8 * n),
     d_in=st.integers(1, 64).map(lambda n: 128 * n),
@@ -305,13 +316,7 @@ def test_pieces_have_their_share_of_the_memory(rows, max_pages, shape):
     for d_in, d_outs in layers:
         x, weight = struct(rows, d_in), struct(sum(d_outs), d_in)
         x = NormedRows(x=x, squares=struct(32, rows, dtype="float32"), eps=1e-5)
-        pool = LoraPool(
-            a=struct(9, len(d_outs), RANK_PAGE, d_in),
-            b=struct(9, RANK_PAGE, sum(d_outs)),
-            page_table=struct(NUM_SLOTS, max_pages, dtype="int32"),
-            num_pages=struct(NUM_SLOTS, len(d_outs), dtype="int32"),
-            d_outs=d_outs,
-        )
+        pool = pool_struct(d_in, d_outs, max_pages)
         cut = ProjectCut.of(x, weight, (pool, segments), gated=False)
         assert cut.fits
         pieces = cut.pieces.memory(jnp.dtype("bfloat16"))
@@ -329,14 +334,7 @@ def test_pieces_have_their_share_of_the_memory(rows, max_pages, shape):
 def test_widths_that_are_tritons_with_adapters(d_out, with_adapters, monkeypatch):
     monkeypatch.setattr(_project_warpgroups, "has_warpgroups", lambda: True)
     x, weight = struct(32, 4096), struct(d_out, 4096)
-    pool = LoraPool(
-        a=struct(9, 1, RANK_PAGE, 4096),
-        b=struct(9, RANK_PAGE, d_out),
-        page_table=struct(NUM_SLOTS, 4, dtype="int32"),
-        num_pages=struct(NUM_SLOTS, 1, dtype="int32"),
-        d_outs=(d_out,),
-    )
-    lora = pool, segments_of(np.zeros(32))
+    lora = pool_struct(4096, (d_out,), 4), segments_of(np.zeros(32))
     assert _project_warpgroups.fits(x, weight, lora, {}) == with_adapters
     assert _project_warpgroups.fits(x, weight, None, {})
 

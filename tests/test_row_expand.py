@@ -4,6 +4,7 @@ Interpret mode moves an index within bounds, and what is read there is dropped l
 result tells. A GPU would read what lies beside.
 """
 
+import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 from punica_jax.pallas_kernels import (
-    LoraPool,
+    RANK_PAGE,
     Norm,
     _adapter_rows,
     _row_expand,
@@ -22,7 +23,7 @@ from punica_jax.pallas_kernels import (
 from punica_jax.pallas_kernels._fused import Shrunk
 from tests.sgmv_cases import TOLERANCE, make_case, rarely
 
-RANK_PAGE, HEAD_DIM, PAGE_SIZE = 16, 24, 16
+HEAD_DIM, PAGE_SIZE = 24, 16
 HEADS, KV_HEADS = 4, 2
 WIDTHS = {
     "plain": (72, 40),
@@ -51,13 +52,7 @@ def row_case(form: str, rows: int, max_pages: int) -> RowCase:
     case = make_case(rows=rows, ranks=ranks, d_in=16, d_outs=d_outs, dtype="bfloat16")
     table = np.asarray(case.pool.page_table).copy()
     table[table == 2**30] = -7
-    pool = LoraPool(
-        a=case.pool.a,
-        b=case.pool.b,
-        page_table=jnp.asarray(table),
-        num_pages=case.pool.num_pages,
-        d_outs=d_outs,
-    )
+    pool = dataclasses.replace(case.pool, page_table=jnp.asarray(table))
     slots = np.arange(rows, dtype=np.int32) % (len(ranks) + 1) - 1
     segments = segment_metadata(
         jnp.asarray(slots), num_slots=len(ranks), implementation="xla"

@@ -95,7 +95,7 @@ class AdapterTile:
         if not known:
             pl.when(self.busy)(lambda: work([None] * len(pages)))
             return
-        single = functools.reduce(operator.and_, [own.count == 1 for own in known])
+        single = functools.reduce(operator.and_, [own.is_single for own in known])
         pl.when(self.busy & single)(lambda: work([own.single() for own in known]))
         pl.when(self.busy & ~single)(
             lambda: work([own.whole() if own.are_at_once else None for own in known])

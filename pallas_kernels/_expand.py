@@ -83,7 +83,7 @@ def _work_of(
 
     num_tiles, crowd = tile_slot_ref.shape[1], config.crowd
     alone = look_up(1)
-    if crowd is None or num_tiles < crowd.least_tiles:
+    if crowd is None or not config.may_crowd(num_tiles):
         return alone, None
     # Both looked up: neither waits for what says which of them it is.
     crowded = tile_slot_ref[number, crowd.least_tiles - 1] >= 0
@@ -183,10 +183,10 @@ def expand_kernel(
     )
     tile, slot, module = work.tile, work.slot, work.module
     windowed = config.windowed
-    # An idle tile has work only where every row gets a residual.
-    busy = slot >= 0
-    if "residual" in options:
-        busy = busy | (tile_end_ref[number, tile] > tile_first_ref[number, tile])
+    # All are waited for at once, as in `shrink_kernel`.
+    busy = tile_end_ref[number, tile] > tile_first_ref[number, tile]
+    if "residual" not in options:  # else an idle tile's rows have work, too
+        busy &= slot >= 0
     if windowed:
         busy &= leads_window(tile_slot_ref, tile_first_ref, number, tile, block_rows)
 

@@ -78,7 +78,7 @@ class ExpandTile:
     def add(self) -> None:
         """Add the adapter's product, and what the options say; wait once."""
         pages = self.pages
-        pl.when(pages.count == 1)(lambda: self._add_whole(pages.single))
+        pl.when(pages.is_single)(lambda: self._add_whole(pages.single))
         if pages.max_count > 1:
             pl.when(pages.count > 1)(self._add_several)
         if self.options:

@@ -87,7 +87,7 @@ class AdapterPages:
     slot: Array
     count: Array
     first: Array | int  # page of the layer
-    # The adapter's first one, looked up beside the count: neither waits for the other.
+    # The adapter's first one, looked up beside the count: see `is_single`.
     page: Array
     most: int
 
@@ -126,6 +126,14 @@ class AdapterPages:
         return self.page_table_ref.shape[1]
 
     @property
+    def is_single(self) -> Array:
+        """Whether there is one page. Begin with it what needs to know."""
+        single = self.count == 1
+        # Both are waited for at once: a compiler puts a look-up that one branch alone
+        # needs behind the branch, and with it the table's cache line.
+        return single & (self.page >= 0) if self.max_count > 1 else single
+
+    @property
     def width(self) -> int:
         """How many of them are taken at once."""
         return min(self.most, pl.next_power_of_2(self.max_count))
@@ -133,6 +141,12 @@ class AdapterPages:
     def single(self) -> PageLanes:
         """Return the only page's lanes."""
         return _lanes_of(self.page, 0)
+
+    def one(self, number: Array) -> tuple[Array, PageLanes]:
+        """Return whether there is a page of that number, and its lanes."""
+        page = self.first + self.page_table_ref[self.slot, number]
+        # Both are waited for at once, as in `is_single`.
+        return (number < self.count) & (page >= 0), _lanes_of(page, number)
 
     @property
     def are_at_once(self) -> bool:

@@ -25,6 +25,7 @@ from punica_jax.pallas_kernels._lora_operands import launch_tables
 from punica_jax.pallas_kernels._pool import LoraPool
 from punica_jax.pallas_kernels._segments import Segments
 from punica_jax.pallas_kernels._sgmv_config import (
+    MAX_AT_ONCE,
     MAX_PROJECT_ROWS,
     Crowd,
     ExpandConfig,
@@ -56,6 +57,14 @@ _LEAST_SMALL_PROGRAMS = 580
 # Of their columns at once, where adapters may have several pages: with 256 the memory
 # for copies leaves room for two programs instead of five, and those 8 take 15.4 us.
 _MAX_CROWD_BLOCK_N = 128
+# Of few tiles a program shrinks one page, and has four blocks of it on their way, not
+# two: for all there is room. A row of rank 64 takes 5.5 us so, not 6.7, 11008 wide 6.4,
+# not 8.8; 16 rows of one adapter of rank 16 and 64 5.9 and 6.6, not 6.3 and 7.7; of 16
+# adapters 7.7 and 13.6, not 7.6 and 12.2. Of 64 rows those of one adapter gain as much,
+# and those of 64 adapters take 13 to 29 % longer (one H100). More pages were not
+# measured.
+_FEW_TILES = 16
+_FEW_STAGES = 5
 # A count for each tile, in a cache line of its own: 32 rows of 32 adapters take 8.9 us
 # so, and 9.8 with all counts side by side.
 _COUNT_STRIDE = 32
@@ -102,7 +111,11 @@ def _launch(
     shrinks = shrink_config(pool.d_in, pool.dtype)
     expands = _config(pool, segments)
     num_expands = sum(expands.programs(pool.d_outs))
-    num_shrinks = shrinks.splits * pool.num_modules
+    num_tiles, max_pages = segments.num_tiles, pool.page_table.shape[1]
+    few = num_tiles <= _FEW_TILES and max_pages <= MAX_AT_ONCE
+    few &= not expands.may_crowd(num_tiles)
+    paged = few and max_pages > 1
+    num_shrinks = shrinks.splits * pool.num_modules * (max_pages if paged else 1)
     assert num_shrinks < _WAITING, num_shrinks
     assert num_expands < _MAX_WAITING, num_expands
     v = jax.ShapeDtypeStruct(
@@ -121,6 +134,7 @@ def _launch(
         block_rows=segments.block_rows,
         joint=False,
         windowed=False,
+        paged=paged,
         part_size=1,
         config=shrinks,
     )
@@ -143,10 +157,11 @@ def _launch(
             interpret=interpret,
         ),
         out_shape=[jax.ShapeDtypeStruct(y.shape, y.dtype), v],
-        grid=(segments.num_tiles * (num_shrinks + num_expands),),
+        grid=(num_tiles * (num_shrinks + num_expands),),
         input_output_aliases={0: 0},
         compiler_params=plgpu.CompilerParams(
-            num_warps=_NUM_WARPS, num_stages=shrinks.num_stages
+            num_warps=_NUM_WARPS,
+            num_stages=_FEW_STAGES if few else shrinks.num_stages,
         ),
         interpret=interpret,
         name="lora_pair",

@@ -167,6 +167,10 @@ class ExpandConfig:
     def num_columns(self) -> int:
         return self.num_blocks * self.block_n
 
+    def may_crowd(self, num_tiles: int) -> bool:
+        """Whether a launch of so many tiles may be a crowd's."""
+        return self.crowd is not None and num_tiles >= self.crowd.least_tiles
+
     def programs(self, d_outs: Sequence[int], shares: int = 1) -> tuple[int, ...]:
         """Return each module's programs of a tile, if one has the columns of shares."""
         return tuple(pl.cdiv(width, shares * self.num_columns) for width in d_outs)

@@ -42,6 +42,7 @@ def shrink_modules(
     part: Array,
     part_size: int,
     at_once: int = 1,
+    page: Array | None = None,
 ) -> None:
     """Store x times A of some modules over some splits; see `shrink_splits`.
 
@@ -54,6 +55,7 @@ def shrink_modules(
       pages_of: looks up a module's pages.
       store: gets a module, some lanes of it, and their `f32[n, lanes]`.
       at_once: blocks of a module's single page that are loaded together.
+      page: number of the only page to shrink, of one module; None for all that it has.
     """
 
     def multiply(modules, at_once=1):
@@ -72,12 +74,17 @@ def shrink_modules(
 
     def multiply_one(module, _=None):
         pages = pages_of(module)
-        pl.when(pages.count == 1)(lambda: multiply([(module, pages.single())], at_once))
+        pl.when(pages.is_single)(lambda: multiply([(module, pages.single())], at_once))
         if pages.max_count > 1:
             pl.when(pages.count > 1)(
                 lambda: pages.fold(lambda lanes, _: multiply([(module, lanes)]), None)
             )
 
+    if page is not None:
+        [module] = modules
+        is_there, lanes = pages_of(module).one(page)
+        pl.when(is_there)(lambda: multiply([(module, lanes)], at_once))
+        return
     if len(modules) == 1:
         multiply_one(modules[0])
         return
@@ -85,7 +92,7 @@ def shrink_modules(
         lax.fori_loop(0, len(modules), multiply_one, None)
         return
     known = [(module, pages_of(module)) for module in modules]
-    alike = functools.reduce(operator.and_, [pages.count == 1 for _, pages in known])
+    alike = functools.reduce(operator.and_, [pages.is_single for _, pages in known])
     pl.when(alike)(
         lambda: multiply([(module, pages.single()) for module, pages in known])
     )

@@ -90,6 +90,22 @@ def test_bits_are_those_of_two_launches(rows, dtype, implementation):
     assert not np.array_equal(actual, y) or rows == 1
 
 
+@BOTH
+@pytest.mark.parametrize(
+    ("d_outs", "rows"),
+    [(D_OUTS, 21), pytest.param((136,), 64, marks=pytest.mark.grid)],
+)
+def test_programs_of_all_pages(d_outs, rows, implementation, monkeypatch):
+    """Of many tiles: those of few, in all other tests, shrink a page a program."""
+    y, x, pool, slots = operands_of(rows, d_outs=d_outs)
+    segments = segments_of(slots, implementation)
+    expected = in_one(y, x, pool, segments, implementation=implementation)
+    assert segments.num_tiles <= _pair._FEW_TILES
+    monkeypatch.setattr(_pair, "_FEW_TILES", 0)
+    check_bits(y, x, pool, segments, implementation)
+    assert_same(in_one(y, x, pool, segments, implementation=implementation), expected)
+
+
 @GRID_BOTH
 @pytest.mark.parametrize("slots", [[-1] * 19, [4] * 19, [1] * 40, list(range(6)) * 4])
 def test_whoever_shares_what(slots, implementation):

@@ -83,8 +83,9 @@ def _work_of(
 
     num_tiles, crowd = tile_slot_ref.shape[1], config.crowd
     alone = look_up(1)
-    if crowd is None or not config.may_crowd(num_tiles):
+    if not config.may_crowd(num_tiles):
         return alone, None
+    assert crowd is not None
     # Both looked up: neither waits for what says which of them it is.
     crowded = tile_slot_ref[number, crowd.least_tiles - 1] >= 0
     choose = functools.partial(jnp.where, crowded)
@@ -183,7 +184,7 @@ def expand_kernel(
     )
     tile, slot, module = work.tile, work.slot, work.module
     windowed = config.windowed
-    # All are waited for at once, as in `shrink_kernel`.
+    # At once, as in `shrink_kernel`.
     busy = tile_end_ref[number, tile] > tile_first_ref[number, tile]
     if "residual" not in options:  # else an idle tile's rows have work, too
         busy &= slot >= 0

@@ -23,7 +23,7 @@ from punica_jax.pallas_kernels._expand import expand, expand_config_of, expand_k
 from punica_jax.pallas_kernels._launch import given, pallas_call
 from punica_jax.pallas_kernels._lora_operands import launch_tables
 from punica_jax.pallas_kernels._pool import LoraPool
-from punica_jax.pallas_kernels._segments import Segments
+from punica_jax.pallas_kernels._segments import DEFAULT_BLOCK_ROWS, Segments
 from punica_jax.pallas_kernels._sgmv_config import (
     MAX_AT_ONCE,
     MAX_PROJECT_ROWS,
@@ -57,14 +57,13 @@ _LEAST_SMALL_PROGRAMS = 580
 # Of their columns at once, where adapters may have several pages: with 256 the memory
 # for copies leaves room for two programs instead of five, and those 8 take 15.4 us.
 _MAX_CROWD_BLOCK_N = 128
-# Of few tiles a program shrinks one page, and has four blocks of it on their way, not
-# two: for all there is room. A row of rank 64 takes 5.5 us so, not 6.7, 11008 wide 6.4,
-# not 8.8; 16 rows of one adapter of rank 16 and 64 5.9 and 6.6, not 6.3 and 7.7; of 16
-# adapters 7.7 and 13.6, not 7.6 and 12.2. Of 64 rows those of one adapter gain as much,
-# and those of 64 adapters take 13 to 29 % longer (one H100). More pages were not
-# measured.
-_FEW_TILES = 16
-_FEW_STAGES = 5
+# Of so few tiles a program shrinks one page, and has four blocks of it on their way,
+# not two. A row of rank 64 takes 5.5 us so, not 6.7, 11008 wide 6.4, not 8.8; 8 rows of
+# one adapter of rank 16 and 64 5.7 and 6.4, not 6.0 and 6.9, of 8 adapters 6.5 and 9.2,
+# not 6.7 and 9.4. (Of rank 16 where others may have 64 7.8, not 7.1.) Of 16 rows, too,
+# those of one adapter gain; those of 16 of rank 64 lose 11 % (one H100).
+_MOST_SHORT_TILES = 8
+_SHORT_STAGES = 5
 # A count for each tile, in a cache line of its own: 32 rows of 32 adapters take 8.9 us
 # so, and 9.8 with all counts side by side.
 _COUNT_STRIDE = 32
@@ -112,10 +111,9 @@ def _launch(
     expands = _config(pool, segments)
     num_expands = sum(expands.programs(pool.d_outs))
     num_tiles, max_pages = segments.num_tiles, pool.page_table.shape[1]
-    few = num_tiles <= _FEW_TILES and max_pages <= MAX_AT_ONCE
-    few &= not expands.may_crowd(num_tiles)
-    paged = few and max_pages > 1
-    num_shrinks = shrinks.splits * pool.num_modules * (max_pages if paged else 1)
+    is_short = _is_short(pool, segments, expands)
+    by_page = is_short and max_pages > 1
+    num_shrinks = shrinks.splits * pool.num_modules * (max_pages if by_page else 1)
     assert num_shrinks < _WAITING, num_shrinks
     assert num_expands < _MAX_WAITING, num_expands
     v = jax.ShapeDtypeStruct(
@@ -134,7 +132,7 @@ def _launch(
         block_rows=segments.block_rows,
         joint=False,
         windowed=False,
-        paged=paged,
+        by_page=by_page,
         part_size=1,
         config=shrinks,
     )
@@ -161,11 +159,24 @@ def _launch(
         input_output_aliases={0: 0},
         compiler_params=plgpu.CompilerParams(
             num_warps=_NUM_WARPS,
-            num_stages=_FEW_STAGES if few else shrinks.num_stages,
+            num_stages=_SHORT_STAGES if is_short else shrinks.num_stages,
         ),
         interpret=interpret,
         name="lora_pair",
     )(y, x, pool.a, pool.b, counts, segments.slots, *tables, *options.values())[0]
+
+
+def _is_short(pool: LoraPool, segments: Segments, expands: ExpandConfig) -> bool:
+    """Whether a launch has so few programs that they wait for their loads alone.
+
+    More pages, wider tiles (whose copies are larger) and crowds were not measured.
+    """
+    return (
+        segments.num_tiles <= _MOST_SHORT_TILES
+        and segments.block_rows <= DEFAULT_BLOCK_ROWS
+        and pool.page_table.shape[1] <= MAX_AT_ONCE
+        and not expands.may_crowd(segments.num_tiles)
+    )
 
 
 def _config(pool: LoraPool, segments: Segments) -> ExpandConfig:

@@ -62,10 +62,11 @@ def shrink(
     )
     num_parts = pl.cdiv(config.splits, part_size)
     num_programs = num_parts * (1 if joint else pool.num_modules)
-    # One page's blocks of one module leave room for another one on its way: 512 rows of
+    # One block more on its way where a program has one page of one module: 512 rows of
     # rank 16, 11008 to 4096 columns, take 14.9 us so, not 15.5, 2048 38.7, not 40.2
-    # (both halves, one H100). Of four pages 2048 rows take 58.2, not 53.6.
-    is_small = not joint and pool.num_modules == pool.page_table.shape[1] == 1
+    # (both halves, bfloat16, one H100). With as many of four pages 2048 rows of rank 64
+    # take 58.2, not 53.6.
+    is_light = not joint and pool.num_modules == pool.page_table.shape[1] == 1
     shape = (num_parts, segments.rows.size, pool.num_modules * pool.max_rank)
     return pallas_call(
         functools.partial(
@@ -81,7 +82,7 @@ def shrink(
         grid=(segments.tile_slot.size * num_programs,),
         compiler_params=plgpu.CompilerParams(
             num_warps=config.window_warps if windowed else config.num_warps,
-            num_stages=config.num_stages + is_small,
+            num_stages=config.num_stages + 1 if is_light else config.num_stages,
         ),
         interpret=interpret,
         name="lora_shrink",
@@ -105,7 +106,7 @@ def shrink_kernel(
     block_rows: int,
     joint: bool,  # a program shrinks all modules
     windowed: bool,  # and all tiles of its slot that begin in a window
-    paged: bool = False,  # a program shrinks one page
+    by_page: bool = False,  # a program shrinks one page
     part_size: int,
     config: ShrinkConfig,
     place: Array | None = None,  # of the program; where it is not the launch's own
@@ -122,15 +123,15 @@ def shrink_kernel(
         number, tile = split_number(tile, num_tiles)
     num_modules = num_pages_ref.shape[1]
     max_pages, page = page_table_ref.shape[1], None
-    if paged:
+    if by_page:
         program, page = split_number(program, max_pages)
     part, module = split_number(program, 1 if joint else num_modules)
     modules = range(num_modules) if joint else [module]
     max_rank = max_pages * RANK_PAGE
     slot = tile_slot_ref[number, tile]
     tables = page_table_ref, num_pages_ref, layer_ref
-    # All three are waited for at once: a compiler puts a look-up that is needed behind
-    # a branch there, and programs would wait for the slot before they ask for the rest.
+    # Slot, end and first entry at once: a compiler moves a look-up behind the branch
+    # that alone needs it, where it would wait for the slot.
     busy = (slot >= 0) & (tile_end_ref[number, tile] > tile_first_ref[number, tile])
     if windowed:
         busy &= leads_window(tile_slot_ref, tile_first_ref, number, tile, block_rows)

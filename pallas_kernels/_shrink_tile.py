@@ -72,6 +72,12 @@ def shrink_modules(
         for (module, lanes), total in zip(modules, totals, strict=True):
             store(module, lanes, total)
 
+    if page is not None:
+        [module] = modules
+        is_there, lanes = pages_of(module).find(page)
+        pl.when(is_there)(lambda: multiply([(module, lanes)], at_once))
+        return
+
     def multiply_one(module, _=None):
         pages = pages_of(module)
         pl.when(pages.is_single)(lambda: multiply([(module, pages.single())], at_once))
@@ -80,11 +86,6 @@ def shrink_modules(
                 lambda: pages.fold(lambda lanes, _: multiply([(module, lanes)]), None)
             )
 
-    if page is not None:
-        [module] = modules
-        is_there, lanes = pages_of(module).one(page)
-        pl.when(is_there)(lambda: multiply([(module, lanes)], at_once))
-        return
     if len(modules) == 1:
         multiply_one(modules[0])
         return

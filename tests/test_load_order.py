@@ -98,6 +98,41 @@ def test_all_loads_come_before_the_first_product(form, num_products, max_pages):
         assert not _LOADS & set(order[first:])
 
 
+def conditions(jaxpr: core.Jaxpr, sources):
+    """Yield which refs each condition depends on, those of a branch after its own.
+
+    Args:
+      sources: which those are of each operand, as sets of numbers.
+    """
+    known = dict(zip(jaxpr.invars, sources, strict=True))
+
+    def of(operands):
+        own = (known.get(x) for x in operands if not isinstance(x, core.Literal))
+        return frozenset().union(*filter(None, own))
+
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "cond":
+            yield of(eqn.invars[:1])
+            for branch in eqn.params["branches"]:
+                yield from conditions(branch.jaxpr, [of([x]) for x in eqn.invars[1:]])
+        known |= dict.fromkeys(eqn.outvars, of(eqn.invars))
+
+
+def test_conditions_wait_for_all_look_ups_of_a_kind():
+    """Else a compiler moves those that one branch needs behind it, one more wait."""
+    kernel = launch("lora", max_pages=4)
+    *_, page_table, num_pages, _, _, slot, first, end = range(13)
+    halves = [eqn for eqn in kernel.eqns if eqn.primitive.name == "cond"]
+    assert len(halves) == 2
+    numbers = {ref: frozenset([n]) for n, ref in enumerate(kernel.invars)}
+    for half in halves:
+        *_, branch = half.params["branches"]
+        operands = [numbers.get(ref, frozenset()) for ref in half.invars[1:]]
+        busy, *others = conditions(branch.jaxpr, operands)
+        assert {slot, first, end} <= busy and page_table not in busy
+        assert any({page_table, num_pages} <= own for own in others)
+
+
 def paths(jaxpr: core.Jaxpr) -> set[tuple[str, ...]]:
     """Return what a program may do, in order: `wait`, load `v` or `other`, `dot`.
 

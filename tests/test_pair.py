@@ -8,7 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from punica_jax.pallas_kernels import _expand, _pair, _shrink, lora, segment_metadata
+from punica_jax.pallas_kernels import (
+    LoraPool,
+    _expand,
+    _pair,
+    _shrink,
+    lora,
+    segment_metadata,
+)
 from punica_jax.pallas_kernels._expand_tile import ExpandTile
 from punica_jax.pallas_kernels._sgmv_config import (
     MAX_PROJECT_ROWS,
@@ -91,19 +98,44 @@ def test_bits_are_those_of_two_launches(rows, dtype, implementation):
 
 
 @BOTH
-@pytest.mark.parametrize(
-    ("d_outs", "rows"),
-    [(D_OUTS, 21), pytest.param((136,), 64, marks=pytest.mark.grid)],
-)
-def test_programs_of_all_pages(d_outs, rows, implementation, monkeypatch):
-    """Of many tiles: those of few, in all other tests, shrink a page a program."""
-    y, x, pool, slots = operands_of(rows, d_outs=d_outs)
+def test_short_launches_give_the_bits_of_others(implementation, monkeypatch):
+    y, x, pool, slots = operands_of(21)
     segments = segments_of(slots, implementation)
-    expected = in_one(y, x, pool, segments, implementation=implementation)
-    assert segments.num_tiles <= _pair._FEW_TILES
-    monkeypatch.setattr(_pair, "_FEW_TILES", 0)
+    run = functools.partial(in_one, y, x, pool, segments, implementation=implementation)
+    assert _pair._is_short(pool, segments, _pair._config(pool, segments))
+    short = run()
+    monkeypatch.setattr(_pair, "_MOST_SHORT_TILES", 0)
+    assert_same(run(), short)
+
+
+def test_which_launches_are_short():
+    def is_short(rows, num_slots, max_rank, block_rows=16, d_out=4096):
+        pool = LoraPool(
+            a=jax.ShapeDtypeStruct((1, 1, 16, 4096), jnp.bfloat16),
+            b=jax.ShapeDtypeStruct((1, 16, d_out), jnp.bfloat16),
+            page_table=jax.ShapeDtypeStruct((num_slots, max_rank // 16), jnp.int32),
+            num_pages=jax.ShapeDtypeStruct((num_slots, 1), jnp.int32),
+            d_outs=(d_out,),
+        )
+        slots = jnp.zeros(rows, jnp.int32)
+        segments = segment_metadata(slots, num_slots=num_slots, implementation="xla")
+        segments = dataclasses.replace(segments, block_rows=block_rows)
+        return _pair._is_short(pool, segments, _pair._config(pool, segments))
+
+    assert is_short(1, 64, 16) and is_short(8, 64, 64) and is_short(64, 4, 64)
+    assert not is_short(9, 64, 16) and not is_short(8, 64, 128)
+    # Wider tiles are fewer, but their copies would not fit a smaller GPU's memory.
+    assert not is_short(64, 4, 16, block_rows=32)
+    # Eight of many columns may be a crowd.
+    assert not is_short(8, 64, 64, d_out=49152)
+
+
+@GRID_BOTH
+@pytest.mark.parametrize("block_rows", [128, 256])
+def test_wide_tiles(block_rows, implementation):
+    y, x, pool, slots = operands_of(64)
+    segments = segments_of(slots, implementation, block_rows=block_rows)
     check_bits(y, x, pool, segments, implementation)
-    assert_same(in_one(y, x, pool, segments, implementation=implementation), expected)
 
 
 @GRID_BOTH
@@ -288,6 +320,42 @@ def test_counts_are_zeros_again(crowd, monkeypatch, dtype, d_outs, ranks, weight
     y, x, pool, slots = operands_of(40, dtype=dtype, d_outs=d_outs, ranks=ranks)
     weights = jnp.linspace(0.5, 2, 40)[:, None] if weighted else None
     segments = segments_of(slots, "xla", weights)
+    seen = look_at_launches(monkeypatch)
+    actual = _pair._launch(y, x, pool, segments, interpret=True)
+    assert_same(actual, in_two(y, x, pool, segments, implementation=INTERPRET))
+    [(_, counts)] = seen
+    assert counts.shape[0] == segments.num_tiles and not counts.any()
+
+
+def test_short_launches_read_and_write_their_own_pages_alone(monkeypatch):
+    """Also of a module without one; and what is no page's number may look like one."""
+    case = make_case(rows=8, ranks=RANKS, d_in=1096, d_outs=D_OUTS, dtype="bfloat16")
+    # As if slot 1's first page were the pool's.
+    swap = np.arange(case.pool.a.shape[0])
+    own = int(case.pool.page_table[1, 0])
+    swap[[0, own]] = own, 0
+    numbers = np.asarray(case.pool.page_table)
+    is_page = numbers < len(swap)
+    table = jnp.asarray(np.where(is_page, swap[numbers * is_page], 0), jnp.int32)
+    pool = dataclasses.replace(case.pool, a=case.pool.a[swap], b=case.pool.b[swap])
+    pool = dataclasses.replace(pool, page_table=table)
+    slots = jnp.asarray([1, 2, 0, 1, 3, -1, 5, 4], jnp.int32)
+    segments = segments_of(slots, "xla")
+    y, x = jnp.asarray(case.y), jnp.asarray(case.x)
+    seen = look_at_launches(monkeypatch)
+    actual = _pair._launch(y, x, pool, segments, interpret=True)
+    assert_same(actual, in_two(y, x, pool, segments, implementation=INTERPRET))
+    [(v, counts)] = seen
+    known = segments.slots[0]
+    pages = jnp.where(known[:, None] >= 0, pool.num_pages[jnp.maximum(known, 0)], 0)
+    used = np.arange(pool.max_rank) < 16 * np.asarray(pages)[:, :, None]
+    used = np.broadcast_to(used.reshape(len(known), -1), v.shape)
+    np.testing.assert_array_equal(np.isnan(v), ~used)  # NaN is what was not written
+    assert not counts.any()
+
+
+def look_at_launches(monkeypatch):
+    """Return a list that gets each launch's v, and the counts that it leaves."""
     call, seen = _pair.pallas_call, []
 
     def call_and_look(kernel, *, out_shape, input_output_aliases, **options):
@@ -304,16 +372,13 @@ def test_counts_are_zeros_again(crowd, monkeypatch, dtype, d_outs, ranks, weight
                 **options,
             )
             *outs, counts = run(*operands)
-            seen.append(np.asarray(counts))
+            seen.append((np.asarray(outs[1]), np.asarray(counts)))
             return outs
 
         return run
 
     monkeypatch.setattr(_pair, "pallas_call", call_and_look)
-    actual = _pair._launch(y, x, pool, segments, interpret=True)
-    assert_same(actual, in_two(y, x, pool, segments, implementation=INTERPRET))
-    [counts] = seen
-    assert counts.shape[0] == segments.num_tiles and not counts.any()
+    return seen
 
 
 @GRID_BOTH

@@ -258,14 +258,15 @@ def _linear(form, implementation, x, weight, lora, bias, residual):
     if implementation == "xla":
         return _plain(form, implementation, *operands)
     interpret = {"interpret": implementation != "pallas_triton"}
-    if form == "plain" and lora is not None and not _project.are_few(x, weight):
+    few = _project.are_few(x, weight)
+    if form == "plain" and lora is not None and not (few or _row_expand.fits(*lora)):
         # Many rows' residual is added by the expand, and so rounded once: in the base
         # product it would be rounded there and by the expand.
         _, y, shrunk = _project_rows(implementation, x, weight, lora, bias, None)
         if shrunk is None:
             return y if residual is None else y + residual
         return _fused.expand(y, shrunk, residual, **interpret)
-    if form == "gated" and lora is None and _project.are_few(x, weight):
+    if form == "gated" and lora is None and few:
         options = {"bias": bias, "residual": residual} | interpret
         return _one_launch.gated(x, weight, **options)
     alone = bias is None and residual is None and implementation == "pallas_triton"
@@ -315,6 +316,7 @@ def _project_rows(
         y = reference.linear(x, weight, bias, residual)
         if lora is not None:
             v = _shrink.shrink(x, *lora, interpret=interpret)
+            forms = _row_expand if _row_expand.fits(*lora) else _fused
     return forms, y, None if v is None or lora is None else _fused.Shrunk(v, *lora)
 
 

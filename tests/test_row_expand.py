@@ -18,11 +18,15 @@ from punica_jax.pallas_kernels import (
     Norm,
     _adapter_rows,
     _row_expand,
+    lora_gated,
+    lora_linear,
+    lora_rotary,
     segment_metadata,
 )
 from punica_jax.pallas_kernels._fused import Shrunk
 from tests.sgmv_cases import TOLERANCE, make_case, rarely
 
+GPU = pytest.param("pallas_triton", marks=pytest.mark.gpu)
 HEAD_DIM, PAGE_SIZE = 24, 16
 HEADS, KV_HEADS = 4, 2
 WIDTHS = {
@@ -107,6 +111,62 @@ def run(form: str, case: RowCase) -> list[tuple[np.ndarray, np.ndarray]]:
     kv = kv.reshape(2, rows, KV_HEADS, HEAD_DIM)
     k, v = np.split(heads[:, HEADS:], 2, axis=1)
     return [(q, heads[:, :HEADS]), (kv[0], k), (kv[1], v)]
+
+
+def layer_of(form: str, rows: int, max_rank: int = 16, dtype: str = "bfloat16"):
+    """Return a layer of the form, with a residual; it takes an implementation."""
+    d_outs = WIDTHS[form]
+    ranks = [
+        [16 * (module != slot) for module in range(len(d_outs))] for slot in (0, 9)
+    ]
+    options = {"d_in": 136, "d_outs": d_outs, "dtype": dtype, "max_rank": max_rank}
+    case = make_case(rows=rows, ranks=[*ranks, [5] * len(d_outs)], **options)
+    rng = np.random.default_rng(rows)
+    slots = jnp.asarray(rng.integers(-1, 3, rows), jnp.int32)
+    weight = jnp.asarray(rng.standard_normal((sum(d_outs), 136)) / 12, dtype)
+    angle = jnp.asarray(rng.uniform(0, 6, (rows, HEAD_DIM // 2)), jnp.float32)
+    turned = [own(jnp.concatenate([angle] * 2, axis=1)) for own in (jnp.cos, jnp.sin)]
+    page, offset = jnp.divmod(jnp.arange(rows, dtype=jnp.int32), PAGE_SIZE)
+    kv_pages = jnp.zeros((2, 1 + rows // PAGE_SIZE, KV_HEADS, PAGE_SIZE, HEAD_DIM))
+    rotary = tuple(own.astype(dtype) for own in turned)
+    cache = rotary, kv_pages.astype(dtype), page, offset
+
+    def run(implementation: str):
+        segments = segment_metadata(slots, num_slots=3, implementation=implementation)
+        x, y = jnp.asarray(case.x), jnp.asarray(case.y)
+        own = {"lora": (case.pool, segments), "residual": y}
+        own["implementation"] = implementation
+        if form == "rotary":
+            return lora_rotary(x, weight, *cache, **own)
+        return {"plain": lora_linear, "gated": lora_gated}[form](x, weight, **own)
+
+    return run
+
+
+@pytest.mark.parametrize("implementation", ["pallas_interpret", GPU])
+@pytest.mark.parametrize("rows", [70, rarely(128)])
+@pytest.mark.parametrize("form", ["plain", "gated", "rotary"])
+def test_rows_that_xla_multiplied(form, rows, implementation):
+    run = layer_of(form, rows)
+    pairs = zip(*map(jax.tree.leaves, (run(implementation), run("xla"))), strict=True)
+    for actual, expected in pairs:
+        actual, expected = (np.asarray(own, np.float32) for own in (actual, expected))
+        np.testing.assert_allclose(actual, expected, **TOLERANCE["bfloat16"])
+
+
+@pytest.mark.parametrize("form", ["plain", "gated", "rotary"])
+def test_which_rows_are_expanded_one_by_one(form):
+    def is_by_row(*options) -> bool:
+        run = functools.partial(layer_of(form, *options), "pallas_interpret")
+        launches = str(jax.make_jaxpr(run)())
+        name = "expand" if form == "plain" else form
+        found = [own in launches for own in (f"lora_{name}_rows", "lora_shrink")]
+        assert found[1] == (options[0] > 64)
+        return found[0]
+
+    assert is_by_row(64) and is_by_row(65) and is_by_row(128) and is_by_row(64, 64)
+    others = [(129,), (65, 32), (65, 16, "float32")]
+    assert not any(is_by_row(*options) for options in others)
 
 
 @pytest.fixture

@@ -131,7 +131,7 @@ def test_which_launches_are_short():
 
 
 @GRID_BOTH
-@pytest.mark.parametrize("block_rows", [128, 256])
+@pytest.mark.parametrize("block_rows", [32, 128])
 def test_wide_tiles(block_rows, implementation):
     y, x, pool, slots = operands_of(64)
     segments = segments_of(slots, implementation, block_rows=block_rows)

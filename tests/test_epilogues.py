@@ -45,7 +45,7 @@ HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE = 4, 2, 24, 16
 RANKS = [[16, 16], [8, 40], [0, 16], [16, 0], [5, 3]]
 ROWS = 21
 MANY = 40  # too many for programs of one row
-TILED = MAX_PROJECT_ROWS + 6  # too many for programs of a few rows
+TILED = _row_expand._MAX_ROWS + 6  # too many for programs of a few rows
 
 
 def gated_case(dtype, max_rank=None, rows=ROWS):

@@ -260,7 +260,7 @@ def _linear(form, implementation, x, weight, lora, bias, residual):
     interpret = {"interpret": implementation != "pallas_triton"}
     few = _project.are_few(x, weight)
     if form == "plain" and lora is not None and not (few or _row_expand.fits(*lora)):
-        # Many rows' residual is added by the expand, and so rounded once: in the base
+        # By tiles the expand adds the residual, which is so rounded once: in the base
         # product it would be rounded there and by the expand.
         _, y, shrunk = _project_rows(implementation, x, weight, lora, bias, None)
         if shrunk is None:

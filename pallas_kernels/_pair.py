@@ -25,7 +25,6 @@ from punica_jax.pallas_kernels._lora_operands import launch_tables
 from punica_jax.pallas_kernels._pool import LoraPool
 from punica_jax.pallas_kernels._segments import DEFAULT_BLOCK_ROWS, Segments
 from punica_jax.pallas_kernels._sgmv_config import (
-    MAX_AT_ONCE,
     MAX_PROJECT_ROWS,
     Crowd,
     ExpandConfig,
@@ -62,7 +61,7 @@ _MAX_CROWD_BLOCK_N = 128
 # one adapter of rank 16 and 64 5.7 and 6.4, not 6.0 and 6.9, of 8 adapters 6.5 and 9.2,
 # not 6.7 and 9.4. (Of rank 16 where others may have 64 7.8, not 7.1.) Of 16 rows, too,
 # those of one adapter gain; those of 16 of rank 64 lose 11 % (one H100).
-_MOST_SHORT_TILES = 8
+_MOST_SHORT_TILES, _MOST_SHORT_PAGES = 8, 4
 _SHORT_STAGES = 5
 # A count for each tile, in a cache line of its own: 32 rows of 32 adapters take 8.9 us
 # so, and 9.8 with all counts side by side.
@@ -174,7 +173,7 @@ def _is_short(pool: LoraPool, segments: Segments, expands: ExpandConfig) -> bool
     return (
         segments.num_tiles <= _MOST_SHORT_TILES
         and segments.block_rows <= DEFAULT_BLOCK_ROWS
-        and pool.page_table.shape[1] <= MAX_AT_ONCE
+        and pool.page_table.shape[1] <= _MOST_SHORT_PAGES
         and not expands.may_crowd(segments.num_tiles)
     )
 

@@ -1,4 +1,4 @@
-"""Expand for a few rows: each warp takes one row and a block of its columns.
+"""Expand for up to 128 rows: each warp takes one row and a block of its columns.
 
 In a decode step most rows have an adapter of their own, and a tensor-core product
 computes sixteen rows for that one, which takes longer than reading B. Here B is read in
@@ -33,7 +33,6 @@ from punica_jax.pallas_kernels._page_tiles import (
 )
 from punica_jax.pallas_kernels._pool import LoraPool
 from punica_jax.pallas_kernels._segments import Segments
-from punica_jax.pallas_kernels._sgmv_config import MAX_AT_ONCE
 
 # Rows of a program where there are more than `_MAX_LONE_ROWS`: a layer of 64 rows of 8
 # adapters takes 1 to 2 us less so than with a row a program. Of 32 rows those of one
@@ -42,9 +41,11 @@ from punica_jax.pallas_kernels._sgmv_config import MAX_AT_ONCE
 _BLOCK_ROWS = 4
 _MAX_LONE_ROWS = 32
 # Up to so many, too, which XLA multiplied: 128 rows of 12 and of 128 adapters of rank
-# 16 take a step 1.1 and 5.7 % less so than by tiles (Llama-2-7B; of Llama-3.1-8B 1.5
-# and 7.6), of rank 64 3.5 % more and 6 less (one H100). More pages were not measured.
+# 16 take a decode step 1.1 and 5.7 % less so than by tiles (Llama-2-7B; of Llama-3.1-8B
+# 1.5 and 7.6), of rank 64 3.5 % more and 6 less, of one such adapter 5.5 more (one
+# H100). More pages were not measured, nor were prompts.
 _MAX_ROWS = 128
+_MAX_PAGES = 4
 # Of a row in place, behind its first: o and down of 32 rows of ranks 8, 16 and 64 take
 # 5.3 instead of 6.3 us each so (one H200). What ends with SiLU or the rotary embedding
 # holds too much for more than one at a time.
@@ -62,11 +63,11 @@ _MAX_WARPS = 800
 
 
 def fits(pool: LoraPool, segments: Segments) -> bool:
-    """Whether as many rows, which XLA multiplied, are expanded one by one, too."""
+    """Whether rows that XLA multiplied are expanded one by one; of static things."""
     return (
         segments.num_rows <= _MAX_ROWS
         and segments.num_passes == 1
-        and pool.page_table.shape[1] <= MAX_AT_ONCE
+        and pool.page_table.shape[1] <= _MAX_PAGES
         and pool.dtype.itemsize == 2
     )
 

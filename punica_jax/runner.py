@@ -30,9 +30,9 @@ from punica_jax.step import run_step, token_logits
 
 _GPU_SCHEDULING = "xla_gpu_command_buffer_scheduling_mode"
 # Of many rows, which XLA multiplies: a 7B's layer takes 443 us so for 128 rows of 12
-# adapters, and 450 where its autotuning may mix Triton's products with cuBLAS's (one
-# H200); of 8192 without adapters 5.09 ms, not 5.20, for cuBLAS adds the residual in its
-# product; with 16 adapters as long either way.
+# adapters (by tiles), and 450 where its autotuning may mix Triton's products with
+# cuBLAS's (one H200); of 8192 without adapters 5.09 ms, not 5.20, for cuBLAS adds the
+# residual in its product; with 16 adapters as long either way.
 _CUBLAS_ALONE = {"xla_gpu_enable_triton_gemm": False}
 
 # Programs compiled at a time: each takes some host memory.

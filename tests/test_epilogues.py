@@ -12,7 +12,6 @@ import pytest
 from punica_jax.pallas_kernels import (
     RANK_PAGE,
     Norm,
-    _expand,
     _fused,
     _project,
     _row_expand,
@@ -176,7 +175,8 @@ ON_GPU = [
     ],
 )
 @pytest.mark.parametrize(
-    "rows", [ROWS, pytest.param(MANY, marks=pytest.mark.grid), TILED]
+    "rows",
+    [ROWS, *(pytest.param(n, marks=pytest.mark.grid) for n in (MANY, 100)), TILED],
 )
 class TestAgainstTheStepsOneByOne:
     def test_gated(self, rows, dtype, implementation):
@@ -398,6 +398,30 @@ def test_a_row_is_bitwise_the_same_among_33_and_64(implementation):
     np.testing.assert_array_equal(run(some), together[some])
 
 
+@pytest.mark.parametrize("implementation", [GRID, GPU])
+@pytest.mark.parametrize("form", FORMS)
+def test_what_adapters_add_is_bitwise_the_same_among_65_and_128(form, implementation):
+    """Of the same y: XLA may multiply otherwise."""
+    case = (rotary_case if form == "rotary" else gated_case)("bfloat16", rows=128)
+    slots, cache = some_slots(case, 128), make_cache("bfloat16", 128)
+
+    def run(rows):
+        segments = segments_of(case, slots[rows], implementation)
+        y, x = jnp.asarray(case.y[rows]), jnp.asarray(case.x[rows])
+        operands, own = (y, x, case.pool, segments), {"implementation": implementation}
+        if form == "gated":
+            return run_gated(*operands, **own)
+        if form == "linear":
+            return run_linear(x, no_weight(y, x), operands[2:], None, y, **own)
+        rotary = tuple(table[rows] for table in cache.rotary)
+        places = {"page": cache.page[rows], "offset": cache.offset[rows]}
+        return run_rotary(*operands, cache._replace(rotary=rotary, **places), **own)[0]
+
+    together = run(np.arange(128))
+    some = np.random.default_rng(0).permutation(128)[:65]
+    np.testing.assert_array_equal(run(some), together[some])
+
+
 @pytest.mark.parametrize("implementation", ["xla", GRID, GPU])
 def test_several_adapters_on_a_row(implementation):
     case = gated_case("float32")
@@ -601,6 +625,7 @@ def run_linear(x, weight, lora, bias, residual, *, implementation):
         ROWS,
         pytest.param(48, marks=pytest.mark.grid),
         pytest.param(70, marks=pytest.mark.grid),  # too many for one launch
+        TILED,
     ],
 )
 def test_linear(rows, dtype, implementation):
@@ -732,7 +757,8 @@ def test_rows_of_many_pages_whatever_the_others_could_have(
 
 @pytest.mark.parametrize("implementation", ["pallas_interpret", GPU])
 @pytest.mark.parametrize("splits", [3, 5, 11])
-def test_an_expand_adds_splits_and_their_groups_alike(splits, implementation):
+@pytest.mark.parametrize("by_row", [False, True])
+def test_an_expand_adds_splits_and_their_groups_alike(by_row, splits, implementation):
     case = make_case(rows=5, ranks=RANKS)  # float32: no rounding hides the order
     segments = segments_of(case, np.arange(5, dtype=np.int32), implementation)
     rng = np.random.default_rng(7)
@@ -742,9 +768,13 @@ def test_an_expand_adds_splits_and_their_groups_alike(splits, implementation):
         functools.reduce(np.add, v[first : first + size])
         for first in range(0, splits, size)
     ]
-    run = jax.jit(
-        functools.partial(_expand.expand, interpret=implementation != "pallas_triton")
-    )
+
+    @jax.jit
+    def run(y, v, pool, segments):
+        interpret = implementation != "pallas_triton"
+        forms = _row_expand if by_row else _fused
+        return forms.expand(y, _fused.Shrunk(v, pool, segments), interpret=interpret)
+
     of_splits, of_groups = (
         run(jnp.asarray(case.y), jnp.asarray(parts), case.pool, segments)
         for parts in (v, np.stack(groups))

@@ -226,18 +226,19 @@ def whole_step(form):
     pools = LoraPools.zeros(
         CONFIG, num_slots=4, num_pages=8, max_rank=32, dtype=jnp.bfloat16
     )
-    rows = 1 if form == "decode" else 20
+    # 5, 160 and 100 in all: many, and as many as are still expanded one by one.
+    rows = {"decode": 1, "prefill": 32, "short prefill": 20}[form]
     chunk = Chunk(
         tokens=array.array("i", [1] * rows), kv_len=rows, pages=[0, 1], slot=0
     )
     chunks = [chunk] * 5
-    batch = Batch.of(chunks, Buckets(16, 128).of(chunks), pages_per_seq=2)
+    batch = Batch.of(chunks, Buckets(16, 256).of(chunks), pages_per_seq=2)
     step = functools.partial(run_step, implementation="pallas_triton")
     return step, (model, cache, pools, batch)
 
 
 @pytest.mark.usefixtures("width")
-@pytest.mark.parametrize("form", ["decode", "prefill"])
+@pytest.mark.parametrize("form", ["decode", "prefill", "short prefill"])
 def test_whole_step(form):
     step, operands = whole_step(form)
     rows, seqs, _ = operands[-1].bucket
@@ -245,7 +246,7 @@ def test_whole_step(form):
     calls = names(lowered)
     found = collections.Counter(name for name in calls if "attention" not in name)
     attention = [name for name in calls if "attention" in name]
-    assert {name for name in attention if form in name}, attention
+    assert {name for name in attention if form.split()[-1] in name}, attention
     layers = CONFIG.num_layers
     # Of few rows the first norm alone is a launch: expands and products do the others.
     # qkv, o, gate and up, down: few rows' products and shrinks are one launch. Few rows
@@ -258,15 +259,17 @@ def test_whole_step(form):
     else:
         # Behind the last attention there are as few rows as sequences.
         before = layers - 1
-        wanted = {
-            "lora_shrink": 4 * before + 1,
-            "lora_rotary_expand": layers,
-            "lora_expand": 2 * before,
-            "lora_gated_expand": before,
-            "rms_norm": 2 * before + 1,
-            "segment_metadata": 2,  # once a step, and of the last rows
-            **few,
-        }
+        plain, other = ("_rows", "_rows") if "short" in form else ("", "_expand")
+        wanted = collections.Counter(few) + collections.Counter(
+            {
+                "lora_shrink": 4 * before + 1,
+                f"lora_rotary{other}": layers,
+                f"lora_expand{plain}": 2 * before,
+                f"lora_gated{other}": before,
+                "rms_norm": 2 * before + 1,
+                "segment_metadata": 2,  # once a step, and of the last rows
+            }
+        )
     assert found == wanted
     # Every launch that multiplies by adapters takes the segments of its own rows.
     last = max(i for i, name in enumerate(calls) if name == "segment_metadata")

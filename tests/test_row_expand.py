@@ -165,6 +165,7 @@ def test_which_rows_are_expanded_one_by_one(form):
         return found[0]
 
     assert is_by_row(64) and is_by_row(65) and is_by_row(128, 64) and is_by_row(64, 80)
+    assert is_by_row(65, 16, "float16")
     others = [(129,), (65, 80), (65, 16, "float32")]
     assert not any(is_by_row(*options) for options in others)
 

@@ -259,13 +259,13 @@ def _linear(form, implementation, x, weight, lora, bias, residual):
         return _plain(form, implementation, *operands)
     interpret = {"interpret": implementation != "pallas_triton"}
     few = _project.are_few(x, weight)
-    if form == "plain" and lora is not None and not (few or _row_expand.fits(*lora)):
-        # By tiles the expand adds the residual, which is so rounded once: in the base
-        # product it would be rounded there and by the expand.
-        _, y, shrunk = _project_rows(implementation, x, weight, lora, bias, None)
+    if form == "plain" and lora is not None and not few:
+        # The expand adds the residual, which is so rounded once: in XLA's product it
+        # would be rounded there and by the expand.
+        forms, y, shrunk = _project_rows(implementation, x, weight, lora, bias, None)
         if shrunk is None:
             return y if residual is None else y + residual
-        return _fused.expand(y, shrunk, residual, **interpret)
+        return forms.expand(y, shrunk, residual, **interpret)
     if form == "gated" and lora is None and few:
         options = {"bias": bias, "residual": residual} | interpret
         return _one_launch.gated(x, weight, **options)

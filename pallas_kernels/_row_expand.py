@@ -22,7 +22,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from punica_jax.pallas_kernels._adapter_rows import AdapterRows, columns_of
 from punica_jax.pallas_kernels._fused import Shrunk
-from punica_jax.pallas_kernels._launch import pallas_call
+from punica_jax.pallas_kernels._launch import given, pallas_call
 from punica_jax.pallas_kernels._norm import Norm, NormedRows
 from punica_jax.pallas_kernels._page_tiles import (
     kv_places,
@@ -72,34 +72,42 @@ def fits(pool: LoraPool, segments: Segments) -> bool:
     )
 
 
-def expand(y: Array, shrunk: Shrunk, *, interpret: bool = False) -> Array:
-    """Launch expand, `y` updated in place."""
-    return _expand(y, shrunk, None, interpret)[0]
+def expand(
+    y: Array, shrunk: Shrunk, residual: Array | None = None, *, interpret: bool = False
+) -> Array:
+    """Launch expand, `y` updated in place; every row gets its residual."""
+    return _expand(y, shrunk, None, residual, interpret)[0]
 
 
 def normed_expand(
     y: Array, shrunk: Shrunk, norm: Norm, *, interpret: bool = False
 ) -> tuple[Array, NormedRows]:
     """Launch expand, `y` updated in place, and write its rows after a norm."""
-    y, x, squares = _expand(y, shrunk, norm.weight, interpret)
+    y, x, squares = _expand(y, shrunk, norm.weight, None, interpret)
     return y, NormedRows(x=x, squares=squares, eps=norm.eps)
 
 
 def _expand(
-    y: Array, shrunk: Shrunk, norm_weight: Array | None, interpret: bool
+    y: Array,
+    shrunk: Shrunk,
+    norm_weight: Array | None,
+    residual: Array | None,
+    interpret: bool,
 ) -> Sequence[Array]:
     d_outs = shrunk.pool.d_outs
     block_n = min(_BLOCK_N, max(16, pl.next_power_of_2(max(d_outs))))
     blocks = tuple(pl.cdiv(width, block_n) for width in d_outs)
     num_rows = shrunk.segments.num_rows
     block_rows = _rows_of_program(num_rows)
-    shapes, norms = [jax.ShapeDtypeStruct(y.shape, y.dtype)], ()
+    shapes = [jax.ShapeDtypeStruct(y.shape, y.dtype)]
     if norm_weight is not None:
         squares = jax.ShapeDtypeStruct((sum(blocks), num_rows), jnp.float32)
-        shapes, norms = [*shapes, *shapes, squares], (norm_weight,)
+        shapes = [*shapes, *shapes, squares]
+    options = given(norm=norm_weight, residual=residual)
     return pallas_call(
         functools.partial(
             _expand_kernel,
+            option_names=tuple(options),
             num_outs=len(shapes),
             block_rows=block_rows,
             d_outs=d_outs,
@@ -114,14 +122,15 @@ def _expand(
         compiler_params=_params(block_rows),
         interpret=interpret,
         name="lora_expand_rows",
-    )(y, *norms, *shrunk.row_operands)
+    )(y, *options.values(), *shrunk.row_operands)
 
 
 def _expand_kernel(
     y_in_ref,  # [rows, d_out]
-    # [d_out] of a norm, if one follows; of `Shrunk.row_operands`; y_ref; of the norm,
-    # [rows, d_out] and f32[blocks, rows].
+    # The options: [d_out] of a norm that follows, [rows, d_out]; of
+    # `Shrunk.row_operands`; y_ref; of the norm, [rows, d_out] and f32[blocks, rows].
     *refs,
+    option_names: tuple[str, ...],
     num_outs: int,
     block_rows: int,
     d_outs: tuple[int, ...],
@@ -131,7 +140,8 @@ def _expand_kernel(
     pages_at_once: int,
 ):
     refs, (y_ref, *normed_refs) = refs[:-num_outs], refs[-num_outs:]
-    norm_refs, refs = (refs[:1], refs[1:]) if normed_refs else ((), refs)
+    options = dict(zip(option_names, refs, strict=False))
+    refs = refs[len(options) :]
     block = pl.program_id(1)
     module, start, width, first = module_of_block(block, d_outs, d_out_offsets, blocks)
     rows = AdapterRows(refs, y_ref.shape[0], block_rows, [module])
@@ -141,22 +151,28 @@ def _expand_kernel(
 
     def add():
         at, mask = rows.at(column), rows.mask(inside, column)
-        norm = [load(ref.at[column], inside).astype(jnp.float32) for ref in norm_refs]
+        norm = residual = None
+        if "norm" in options:
+            norm = load(options["norm"].at[column], inside).astype(jnp.float32)
+        if "residual" in options:
+            residual = rows.load(options["residual"], column, inside)
         [[y]] = rows.add_product(y_in_ref, [[column]], inside, pages_at_once)
+        if residual is not None:
+            y += residual
         y = y.astype(y_ref.dtype)
-        if not normed_refs:
+        if not options:
             # Without an adapter a negative zero, too, stays what it is.
             mask = mask_of(y.shape, (rows.slot >= 0)[:, None, None], mask)
         plgpu.store(y_ref.at[at], y, mask=mask)
-        if normed_refs:
+        if norm is not None:
             rows_ref, squares_ref = normed_refs
             # Of what is stored: the norm sees rounded rows, as one of its own would.
             y = y.astype(jnp.float32)
-            plgpu.store(rows_ref.at[at], (y * norm[0]).astype(y_ref.dtype), mask=mask)
+            plgpu.store(rows_ref.at[at], (y * norm).astype(y_ref.dtype), mask=mask)
             squares = jnp.square(y).sum(axis=2).sum(axis=1)
             plgpu.store(squares_ref.at[block, rows.row], squares, mask=rows.live)
 
-    if normed_refs:  # of rows without an adapter, too
+    if options:  # of rows without an adapter, too
         add()
     else:
         pl.when(rows.slot.max() >= 0)(add)

@@ -147,9 +147,9 @@ class AdapterPages:
 
     def find(self, number: Array) -> tuple[Array, PageLanes]:
         """Return whether there is a page of that number, and its lanes."""
-        page = self.first + self.page_table_ref[self.slot, number]
+        lanes = self._lanes(number, 1)
         # At once, as in `is_single`.
-        return (number < self.count) & (page >= 0), _lanes_of(page, number)
+        return (number < self.count) & (lanes.page >= 0), lanes
 
     @property
     def are_at_once(self) -> bool:

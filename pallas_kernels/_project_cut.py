@@ -77,12 +77,15 @@ class ProjectCut:
         part_n = _up(pl.cdiv(share, num_parts), 8)
         num_squares = x.squares.size if isinstance(x, NormedRows) else 0
         held = (num_squares + GROUP_ROWS) * 4 + GROUP_ROWS * num_parts * part_n * size
-        for piece_stages, block_k in _forms(part_n, d_in):
-            rows, own, pieces = RowRing(rows=x.shape[0], block_k=block_k), held, None
-            if lora is not None:
-                pieces = ShrinkCut.of(*lora, stages=piece_stages)
-                own += pieces.num_bytes(size)
-            left = _SHARED_BYTES - own
+        pieces = None
+        if lora is not None:
+            pieces = ShrinkCut.of(*lora)
+            held += pieces.num_bytes(size)
+        left = _SHARED_BYTES - held
+        # Narrow parts leave room for more of the weight on its way.
+        is_deep = part_n <= _NARROW and d_in % _DEEP_BLOCK_K == 0
+        for block_k in (_DEEP_BLOCK_K, _BLOCK_K) if is_deep else (_BLOCK_K,):
+            rows = RowRing(rows=x.shape[0], block_k=block_k)
             num_stages = _most_stages(num_parts, part_n * size, left, size, rows)
             if num_stages >= _MIN_STAGES:
                 break
@@ -160,20 +163,6 @@ class ProductMemory(NamedTuple):
     w_used: Any
     y_loaded: Any  # [1]
     squares_loaded: Any  # [1]
-
-
-def _forms(part_n: int, d_in: int) -> list[tuple[int, int]]:
-    """Return how many blocks a piece may hold, and how wide the weight's are.
-
-    The best form first. Narrow parts leave room for more on its way, of a long shrink
-    and of the weight.
-    """
-    forms = [(2, _BLOCK_K)]
-    if part_n <= _NARROW:
-        forms = [(3, _BLOCK_K), *forms]
-        if d_in % _DEEP_BLOCK_K == 0:
-            forms = [(3, _DEEP_BLOCK_K), *forms]
-    return forms
 
 
 def copies(size: int) -> list[Any]:

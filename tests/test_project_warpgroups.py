@@ -367,7 +367,7 @@ def test_each_page_of_an_adapter_is_of_one_piece(
         num_pages=counts.astype(np.int32),
         layer=np.ones(1, np.int32),
     )
-    pieces = ShrinkCut.of(pool, segments, stages=2)
+    pieces = ShrinkCut.of(pool, segments)
     a, *tables = map(np.asarray, _shrink_pieces.operands(pool, segments))
     found = collections.Counter()
     for number in range(-(-pieces.total // num_programs) * num_programs):

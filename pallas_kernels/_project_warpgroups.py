@@ -38,15 +38,11 @@ _LIBRARY: Any = plgpu
 # from 4096 to 28672 columns take 67 us by it, and 56 by this one (one H200).
 _MIN_ROWS = 16
 _WIDE = 24576
-# A step of 64 rows takes up to 1 % more by this form, but of Llama-3.1-8B with adapters
-# 2 to 5 % less (one H100).
-_MAX_ROWS = 32
+# A step of 64 rows of 8 adapters takes 1.9 % less by this form, of Llama-3.1-8B 3.5, of
+# 64 adapters 2.0 and 3.7. Without adapters as long, of Llama-3.1-8B 1.2 % more (one
+# H100).
+_MAX_ROWS, _MAX_ROWS_ALONE = 64, 32
 _MAX_PAGES = 4  # of an adapter; of more the shrink would end last
-# Of such widths Triton's form is the faster one with adapters. Measured at 12288, q, k
-# and v of Llama-2-7B: a step of 32 rows takes 0.2 % less of one adapter and of 32 of
-# rank 16, and 1 % less of ranks 8, 16 and 64; of Llama-3.1-8B, with 6144, 0.6 and 1.1 %
-# more (one H200).
-_TRITONS_WIDTHS = range(10241, 14337)
 # That three groups' threads share, one of each: for the sums of 64 x 256 columns, for
 # addresses, and for those of 64 x 96 ranks twice.
 _REGISTERS = 504
@@ -67,9 +63,9 @@ def fits(
         return False
     if rows < _MIN_ROWS and (lora is None or d_out <= _WIDE):
         return False
-    if rows > _MAX_ROWS or rows % ALIGNED_ROWS or d_in % 128 or d_out % 16:
+    if rows > (_MAX_ROWS_ALONE if lora is None else _MAX_ROWS):
         return False
-    if lora is not None and d_out in _TRITONS_WIDTHS:
+    if rows % ALIGNED_ROWS or d_in % 128 or d_out % 16:
         return False
     if lora is not None and lora[0].page_table.shape[1] > _MAX_PAGES:
         return False

@@ -106,7 +106,7 @@ class TestBits:
 
     @pytest.fixture(autouse=True)
     def of_up_to_64_rows(self, monkeypatch):
-        monkeypatch.setattr(_project_warpgroups, "_MAX_ROWS", 64)
+        monkeypatch.setattr(_project_warpgroups, "_MAX_ROWS_ALONE", 64)
 
     @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
     @pytest.mark.parametrize(
@@ -328,15 +328,18 @@ def test_pieces_have_their_share_of_the_memory(rows, max_pages, shape):
 
 
 @pytest.mark.parametrize(
-    ("d_out", "with_adapters"),
-    [(6144, True), (10240, True), (10256, False), (14336, False), (14352, True)],
+    ("rows", "d_out"),
+    [
+        *((32, d_out) for d_out in (6144, 10240, 10256, 14336, 14352)),
+        *((64, d_out) for d_out in (6144, 10240, 10256)),
+    ],
 )
-def test_widths_that_are_tritons_with_adapters(d_out, with_adapters, monkeypatch):
+def test_widths_that_fit_with_adapters(rows, d_out, monkeypatch):
     monkeypatch.setattr(_project_warpgroups, "has_warpgroups", lambda: True)
-    x, weight = struct(32, 4096), struct(d_out, 4096)
-    lora = pool_struct(4096, (d_out,), 4), segments_of(np.zeros(32))
-    assert _project_warpgroups.fits(x, weight, lora, {}) == with_adapters
-    assert _project_warpgroups.fits(x, weight, None, {})
+    x, weight = struct(rows, 4096), struct(d_out, 4096)
+    lora = pool_struct(4096, (d_out,), 4), segments_of(np.zeros(rows))
+    assert _project_warpgroups.fits(x, weight, lora, {})
+    assert _project_warpgroups.fits(x, weight, None, {}) == (rows == 32)
 
 
 def bytes_of(memory):
@@ -403,7 +406,8 @@ def test_each_page_of_an_adapter_is_of_one_piece(
         ({"options": ("squares", "bias")}, False),
         ({"options": ("squares", "residual")}, False),
         ({"rows": 16}, True),
-        ({"rows": 64}, False),
+        ({"rows": 64}, True),
+        ({"rows": 64, "lora": False}, False),
         ({"rows": 8}, False),
         ({"rows": 20}, False),
         ({"rows": 65}, False),

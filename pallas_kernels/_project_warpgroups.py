@@ -38,10 +38,9 @@ _LIBRARY: Any = plgpu
 # from 4096 to 28672 columns take 67 us by it, and 56 by this one (one H200).
 _MIN_ROWS = 16
 _WIDE = 24576
-# A step of 64 rows of 8 adapters takes 1.9 % less by this form, of Llama-3.1-8B 3.5, of
-# 64 adapters 2.0 and 3.7. Without adapters as long, of Llama-3.1-8B 1.2 % more (one
-# H100).
-_MAX_ROWS, _MAX_ROWS_ALONE = 64, 32
+# Without adapters, for a step of 64 rows of Llama-3.1-8B takes 1.2 % more by this form,
+# of Llama-2-7B as long. Of 8 adapters it takes 3.4 and 1.9 % less (one H100).
+_MAX_ROWS_ALONE = 32
 _MAX_PAGES = 4  # of an adapter; of more the shrink would end last
 # That three groups' threads share, one of each: for the sums of 64 x 256 columns, for
 # addresses, and for those of 64 x 96 ranks twice.
@@ -63,7 +62,7 @@ def fits(
         return False
     if rows < _MIN_ROWS and (lora is None or d_out <= _WIDE):
         return False
-    if rows > (_MAX_ROWS_ALONE if lora is None else _MAX_ROWS):
+    if rows > (_MAX_ROWS_ALONE if lora is None else GROUP_ROWS):
         return False
     if rows % ALIGNED_ROWS or d_in % 128 or d_out % 16:
         return False

@@ -24,12 +24,6 @@ from punica_jax.pallas_kernels._warpgroups import (
 # With one page of q, k and v 32 rows of four pages each take 37.8 us, not 31.2 (one
 # H200).
 _MOST_PAGES = {1: 4, 2: 2, 3: 2}
-# Columns of a block, and blocks that a program holds: of a single page; of a few; of
-# many, which are too many copies of half blocks. A single page's were two or three of
-# 128: a step of 32 rows of Llama-2-7B takes 0.2 % less of one adapter so, 0.8 of 32, of
-# Llama-3.1-8B 0.2 of one and of 6 (one H100).
-_BLOCKS, _BLOCKS_OF_FEW, _BLOCKS_OF_MANY = (64, 4), (64, 3), (128, 2)
-_FEW_PAGES = 2
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,25 +111,21 @@ class ShrinkCut:
         max_pages, rows = pool.page_table.shape[1], segments.num_rows
         pages = min(max_pages, _MOST_PAGES.get(pool.num_modules, 1))
 
-        def form(pages: int, blocks: tuple[int, int]) -> PieceForm:
-            block_k, stages = blocks
+        def form(count: int) -> PieceForm:
+            block_k, stages = _blocks(count)
             return PieceForm(
-                pages=pages,
+                pages=count,
                 num_modules=pool.num_modules,
                 rows=RowRing(rows=rows, block_k=block_k),
                 stages=stages,
             )
 
-        forms = [form(1, _BLOCKS)]
-        if pages > 1:
-            few = pages <= _FEW_PAGES
-            forms.append(form(pages, _BLOCKS_OF_FEW if few else _BLOCKS_OF_MANY))
         return cls(
             num_tiles=segments.num_tiles,
             block_rows=segments.block_rows,
             max_pages=max_pages,
             config=shrink_config(pool.d_in, pool.dtype),
-            forms=tuple(forms),
+            forms=tuple(form(count) for count in dict.fromkeys((1, pages))),
         )
 
     @property
@@ -178,3 +168,13 @@ class ShrinkCut:
     def num_bytes(self, itemsize: int) -> int:
         """Return how much that is."""
         return max(form.num_bytes(itemsize) for form in self.forms)
+
+
+def _blocks(pages: int) -> tuple[int, int]:
+    """Return the columns of a block of such pieces, and how many a program holds."""
+    # Of a single page they were two or three of 128: a step of 32 rows of Llama-2-7B
+    # takes 0.2 % less of one adapter so, 0.6 of 32, of Llama-3.1-8B 0.3 of 8 (one
+    # H100). Of many pages half blocks are too many copies.
+    if pages == 1:
+        return 64, 4
+    return (64, 3) if pages == 2 else (128, 2)

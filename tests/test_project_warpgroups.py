@@ -23,6 +23,7 @@ from punica_jax.pallas_kernels import (
     lora_linear,
     segment_metadata,
 )
+from punica_jax.pallas_kernels._dispatch import multiprocessors
 from punica_jax.pallas_kernels._pool import RANK_PAGE
 from punica_jax.pallas_kernels._project_cut import ProjectCut
 from punica_jax.pallas_kernels._shrink_cut import ShrinkCut
@@ -58,11 +59,11 @@ def lora_of(rows, d_in, d_outs, dtype="bfloat16", *, ranks=RANKS, slots=None):
     case = make_case(rows=rows, ranks=ranks, d_in=d_in, d_outs=d_outs, dtype=dtype)
     if slots is None:
         slots = np.random.default_rng(rows).integers(-1, len(ranks), rows)
-    return case.pool, segments_of(slots)
+    return case.pool, segments_of(slots, len(ranks))
 
 
-def segments_of(slots):
-    return segment_metadata(jnp.asarray(slots, jnp.int32)[:, None], num_slots=NUM_SLOTS)
+def segments_of(slots, num_slots=NUM_SLOTS):
+    return segment_metadata(jnp.asarray(slots, jnp.int32)[:, None], num_slots=num_slots)
 
 
 def written(pool, segments):
@@ -143,9 +144,10 @@ class TestBits:
         ],
         ids="+".join,
     )
-    def test_options(self, options, d_outs, by_triton):
-        x, weight, others = operands_of(32, 640, sum(d_outs), options=options)
-        lora = lora_of(32, 640, d_outs)
+    @pytest.mark.parametrize("rows", [32, 40, 64])
+    def test_options(self, rows, options, d_outs, by_triton):
+        x, weight, others = operands_of(rows, 640, sum(d_outs), options=options)
+        lora = lora_of(rows, 640, d_outs)
         assert_bits_of_triton(by_triton, x, weight, lora, **others)
         assert_bits_of_triton(by_triton, x, weight, **others)
 
@@ -159,10 +161,14 @@ class TestBits:
         assert_bits_of_triton(by_triton, x, weight, lora)
         assert_bits_of_triton(by_triton, x, weight)
 
-    def test_a_row_alone_and_among_others(self):
-        d_outs, slots = (14336, 14336), np.arange(32) % (NUM_SLOTS + 1) - 1
-        x, weight, _ = operands_of(32, 256, sum(d_outs), options=("squares",))
-        pool, _ = lora_of(32, 256, d_outs)
+    @pytest.mark.parametrize(
+        ("rows", "counts"),
+        [(32, (1, 7, 8, 15, 16, 20, 24)), (64, (33, 40, 47, 48, 56, 63))],
+    )
+    def test_a_row_alone_and_among_others(self, rows, counts):
+        d_outs, slots = (14336, 14336), np.arange(rows) % (NUM_SLOTS + 1) - 1
+        x, weight, _ = operands_of(rows, 256, sum(d_outs), options=("squares",))
+        pool, _ = lora_of(rows, 256, d_outs)
 
         def first_row(count):
             rows = NormedRows(x=x.x[:count], squares=x.squares[:, :count], eps=x.eps)
@@ -172,8 +178,8 @@ class TestBits:
             there = written(pool, segments)[entry]
             return y[0], np.asarray(v)[:, entry, there]
 
-        together, ranks = first_row(32)
-        for count in (1, 7, 8, 15, 16, 20, 24):
+        together, ranks = first_row(rows)
+        for count in counts:
             alone, own = first_row(count)
             assert_same(alone, together)
             assert_same(own, ranks)
@@ -194,6 +200,17 @@ class TestBits:
         d_outs = (1024,) * modules
         x, weight, _ = operands_of(64, 4096, sum(d_outs))
         lora = lora_of(64, 4096, d_outs, slots=slots)
+        assert_bits_of_triton(by_triton, x, weight, lora)
+
+    @pytest.mark.parametrize(("d_in", "modules"), [(5760, 1), (5760, 3), (14336, 1)])
+    def test_several_pieces_of_a_program(self, d_in, modules, by_triton):
+        """An adapter a row, of one page and of four in turn."""
+        ranks = [[(16, 64)[slot % 2]] * modules for slot in range(64)]
+        d_outs = (512,) * modules
+        x, weight, _ = operands_of(64, d_in, sum(d_outs))
+        lora = lora_of(64, d_in, d_outs, ranks=ranks, slots=np.arange(64))
+        cut = ProjectCut.of(x, weight, lora, gated=False)
+        assert cut.pieces.total > multiprocessors()
         assert_bits_of_triton(by_triton, x, weight, lora)
 
     def test_single_pages(self, by_triton):
@@ -220,7 +237,7 @@ class TestBits:
         assert_bits_of_triton(by_triton, x, weight, (layered, segments), there)
 
     @pytest.mark.parametrize("options", [(), ("squares",), ("residual",)], ids="+".join)
-    @pytest.mark.parametrize("rows", [16, 24, 32])
+    @pytest.mark.parametrize("rows", [16, 24, 32, 40, 64])
     def test_nan_stays_in_its_rows(self, rows, options):
         x, weight, others = operands_of(rows, 256, 1024, options=options)
         slots = np.arange(rows) % NUM_SLOTS
@@ -286,6 +303,7 @@ def pool_struct(d_in, d_outs, max_pages):
 def test_programs_cover_all_columns_within_their_memory(rows, d_in, d_out, gated):
     x, weight = struct(rows, d_in), struct(d_out, d_in)
     cut = ProjectCut.of(x, weight, None, gated=gated)
+    assert d_in % cut.rows.block_k == 0
     covered = np.zeros(d_out, int)
     for program in range(cut.num_tiles):
         for part in range(cut.num_parts):
@@ -301,7 +319,7 @@ def test_programs_cover_all_columns_within_their_memory(rows, d_in, d_out, gated
     assert bytes_of(cut.memory(jnp.dtype("bfloat16"))) <= 225 * 1024
 
 
-@pytest.mark.parametrize("rows", [16, 32, 64])
+@pytest.mark.parametrize("rows", [16, 32, 40, 48, 56, 64])
 @pytest.mark.parametrize("max_pages", [1, 2, 3, 4])
 @pytest.mark.parametrize("shape", MODEL_SHAPES.values(), ids=lambda shape: shape.name)
 def test_pieces_have_their_share_of_the_memory(rows, max_pages, shape):
@@ -408,6 +426,7 @@ def test_each_page_of_an_adapter_is_of_one_piece(
         ({"rows": 16}, True),
         ({"rows": 64}, True),
         ({"rows": 64, "lora": False}, False),
+        ({"rows": 40, "lora": False}, False),
         ({"rows": 8}, False),
         ({"rows": 20}, False),
         ({"rows": 65}, False),

@@ -167,7 +167,9 @@ ON_GPU = [
     [
         ("float32", "xla"),
         ("bfloat16", "pallas_interpret"),
-        pytest.param("float32", "pallas_interpret", marks=pytest.mark.grid),
+        # In long runs, which are optimised: without, XLA rounds SiLU of float32
+        # otherwise in a kernel with adapters than in one without.
+        pytest.param("float32", "pallas_interpret", marks=pytest.mark.slow),
         pytest.param("bfloat16", "xla", marks=pytest.mark.grid),
         pytest.param("float16", "xla", marks=pytest.mark.grid),
         pytest.param("float16", "pallas_interpret", marks=pytest.mark.grid),

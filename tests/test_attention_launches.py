@@ -205,7 +205,7 @@ def test_wide_decode_needs_no_second_launch():
     assert set(calls) == {"paged_attention_decode"}
 
 
-def decode_splits(*, seqs, kv_heads, max_kv_len):
+def decode_config(*, seqs, kv_heads, max_kv_len):
     return _attention_decode.default_config(
         seqs=seqs,
         kv_heads=kv_heads,
@@ -213,7 +213,11 @@ def decode_splits(*, seqs, kv_heads, max_kv_len):
         head_dim=128,
         itemsize=2,
         max_kv_len=max_kv_len,
-    ).splits
+    )
+
+
+def decode_splits(**shape):
+    return decode_config(**shape).splits
 
 
 def test_decode_splits_fill_the_device_and_no_more():
@@ -225,6 +229,15 @@ def test_decode_splits_fill_the_device_and_no_more():
     assert decode_splits(seqs=1, kv_heads=1, max_kv_len=8192) == 32
     assert decode_splits(seqs=1, kv_heads=8, max_kv_len=256) == 4
     assert decode_splits(seqs=1, kv_heads=8, max_kv_len=64) == 1
+
+
+@pytest.mark.parametrize(
+    ("seqs", "kv_heads", "expected"),
+    [(1, 8, 2), (8, 8, 2), (16, 8, 4), (31, 8, 4), (32, 8, 2), (4, 32, 4), (32, 32, 4)],
+)
+def test_decode_warps(seqs, kv_heads, expected):
+    config = decode_config(seqs=seqs, kv_heads=kv_heads, max_kv_len=4096)
+    assert config.num_warps == expected
 
 
 def test_prefill_tiles_follow_the_longest_query():

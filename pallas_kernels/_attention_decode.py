@@ -64,11 +64,11 @@ def default_config(
     block_kv = max(16, min(64, 16384 // (padded(head_dim) * itemsize)))
     splits = _num_splits(seqs * kv_heads, pl.cdiv(max_kv_len, block_kv))
     # Two warps wait less for each other: 22.1 us against 24.1 for 32 sequences of 512
-    # tokens and 8 kv heads (H200). More than 16 rows, or float32, would spill. Of two
-    # splits four are the faster ones: 24 sequences of the paper's trace take 29.9 us,
-    # not 32.5, 16 26.4, not 27.5, and of 512 tokens 17.1, not 17.7 (one H100). More
-    # splits were not measured.
-    narrow = 1 < group <= 16 and itemsize == 2 and splits != 2
+    # tokens and 8 kv heads (H200). More than 16 rows, or float32, would spill. With two
+    # or four splits four warps are faster: 16 sequences with contexts of the paper's
+    # trace take 26.4 us, not 27.5, of 512 tokens 17.1, not 17.7, 8 of them 10.7, not
+    # 11.2 (one H100). With more splits they were not measured.
+    narrow = 1 < group <= 16 and itemsize == 2 and splits not in (2, 4)
     return DecodeConfig(block_kv=block_kv, splits=splits, num_warps=2 if narrow else 4)
 
 

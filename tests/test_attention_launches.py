@@ -233,7 +233,7 @@ def test_decode_splits_fill_the_device_and_no_more():
 
 @pytest.mark.parametrize(
     ("seqs", "kv_heads", "expected"),
-    [(1, 8, 2), (8, 8, 2), (16, 8, 4), (31, 8, 4), (32, 8, 2), (4, 32, 4), (32, 32, 4)],
+    [(1, 8, 2), (4, 8, 2), (8, 8, 4), (16, 8, 4), (31, 8, 4), (32, 8, 2), (32, 32, 4)],
 )
 def test_decode_warps(seqs, kv_heads, expected):
     config = decode_config(seqs=seqs, kv_heads=kv_heads, max_kv_len=4096)

@@ -68,8 +68,9 @@ def default_config(
     # or four splits four warps are faster: 16 sequences with contexts of the paper's
     # trace take 26.4 us, not 27.5, of 512 tokens 17.1, not 17.7, 8 of them 10.7, not
     # 11.2 (one H100). With more splits they were not measured.
-    narrow = 1 < group <= 16 and itemsize == 2 and splits not in (2, 4)
-    return DecodeConfig(block_kv=block_kv, splits=splits, num_warps=2 if narrow else 4)
+    narrow = 1 < group <= 16 and itemsize == 2
+    num_warps = 2 if narrow and splits not in (2, 4) else 4
+    return DecodeConfig(block_kv=block_kv, splits=splits, num_warps=num_warps)
 
 
 def _num_splits(programs: int, blocks: int) -> int:

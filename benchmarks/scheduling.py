@@ -4,7 +4,9 @@ Nothing is computed: sequences decode, others wait, and the scheduler is asked a
 again. Time is the thread's own, whoever else uses the core; the garbage collector is
 off, for it walks all that a process has. `schedule_ms` is to be under 1 ms; `step_ms`
 is all that the host does for a step but for its arrays: rows are chosen and taken, and
-their tokens noted.
+their tokens noted. `look_ms` is how fast Python is here and now, between the steps: a
+look at as many objects as there are sequences. It differs sixfold between machines of
+one name, so compare runs by what they take in looks.
 """
 
 import argparse
@@ -83,6 +85,22 @@ class _Adapters:
 
     def forgo(self, name: str) -> None:
         pass
+
+
+class _Other:
+    """What Python takes a look at, of nobody's code."""
+
+    def __init__(self, number: int):
+        self.number = number
+        self.rest = {number: [number]}
+
+
+def _look(others: Sequence[_Other]) -> int:
+    total = 0
+    for other in others:
+        if other.number in other.rest:
+            total += len(other.rest[other.number])
+    return total
 
 
 class Bench:
@@ -195,7 +213,9 @@ def main(words: Sequence[str] | None = None) -> None:
 
 def measure(bench: Bench, steps: int) -> dict[str, Any]:
     """Return what steps take: the median, what nine in ten are below, and the most."""
-    chosen_ms, step_ms = [], []
+    chosen_ms, step_ms, look_ms = [], [], []
+    num_sequences = len(bench.scheduler.running) + bench.scheduler.num_waiting
+    others = [_Other(number) for number in range(num_sequences)]
     gc.collect()  # what is left of other cases
     gc.disable()
     try:
@@ -204,11 +224,18 @@ def measure(bench: Bench, steps: int) -> dict[str, Any]:
             start = time.thread_time()
             chosen_ms.append(bench.step() * 1e3)
             step_ms.append((time.thread_time() - start) * 1e3)
+            start = time.thread_time()
+            _look(others)
+            look_ms.append((time.thread_time() - start) * 1e3)
     finally:
         gc.enable()
     return {
         name + suffix: value
-        for name, times in (("schedule", chosen_ms), ("step", step_ms))
+        for name, times in (
+            ("schedule", chosen_ms),
+            ("step", step_ms),
+            ("look", look_ms),
+        )
         for suffix, value in (
             ("_ms", statistics.median(times)),
             ("_p90_ms", statistics.quantiles(times, n=10, method="inclusive")[-1]),

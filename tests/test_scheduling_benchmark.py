@@ -20,7 +20,7 @@ def test_every_policy_is_timed_in_every_case(tmp_path):
         sizes = record["running"], record["waiting"], record["tenants"]
         assert sizes == (3, 7, num_tenants)
         assert 0 < record["schedule_ms"] <= record["step_ms"]
-        for name in ("schedule", "step"):
+        for name in ("schedule", "step", "look"):
             median, p90, most = (record[f"{name}{x}_ms"] for x in ("", "_p90", "_max"))
             assert 0 < median <= p90 <= most
 
@@ -60,15 +60,19 @@ def test_those_that_share_sit_down_as_soon_as_they_can():
         assert scheduler.num_waiting == num_waiting - 3
 
 
+# What choosing takes of looks at all sequences, under the policy that takes most.
+LOOKS = {"full": 3, "tenants": 3.5, "missing": 6, "shared": 6}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", scheduling.POLICIES)
 @pytest.mark.parametrize("case", scheduling.CASES)
 def test_a_step_is_chosen_in_time(case, policy):
-    """Six times what was measured is allowed: machines differ, and others use them."""
+    """Three times what was measured is allowed, of the time that Python takes here."""
     make = scheduling.POLICIES[policy]
     bench = scheduling.Bench(case, make(), running=256, waiting=1000, tenants=100)
     measured = scheduling.measure(bench, steps=100)
-    assert measured["schedule_ms"] < 6 * recorded()[policy, case]["schedule_ms"]
+    assert measured["schedule_ms"] < 3 * LOOKS[case] * measured["look_ms"]
 
 
 def recorded():

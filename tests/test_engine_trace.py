@@ -340,6 +340,7 @@ def host_bytes():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_two_thousand_requests_leave_nothing(root, alone, compiles, host_bytes):
     sequences = weakref.WeakSet()
     make = SequenceState.__init__

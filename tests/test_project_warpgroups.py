@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import functools
+import itertools
 
 import hypothesis
 import hypothesis.strategies as st
@@ -27,6 +28,7 @@ from punica_jax.pallas_kernels._dispatch import multiprocessors
 from punica_jax.pallas_kernels._pool import RANK_PAGE
 from punica_jax.pallas_kernels._project_cut import ProjectCut
 from punica_jax.pallas_kernels._shrink_cut import ShrinkCut
+from punica_jax.pallas_kernels._warpgroups import ALIGNED_ROWS
 from punica_jax.pallas_kernels.shapes import MODEL_SHAPES
 from tests.attention_cases import assert_same
 from tests.sgmv_cases import make_case
@@ -368,6 +370,9 @@ def bytes_of(memory):
     return sum(int(np.prod(a.shape)) * jnp.dtype(a.dtype).itemsize for a in arrays)
 
 
+MOST_PIECES = 4096
+
+
 @hypothesis.given(
     slots=st.lists(st.integers(-1, NUM_SLOTS - 1), min_size=1, max_size=64),
     modules=st.integers(1, 3),
@@ -380,7 +385,8 @@ def test_each_page_of_an_adapter_is_of_one_piece(
     slots, modules, max_pages, d_in, num_programs
 ):
     rng = np.random.default_rng(len(slots))
-    segments = segments_of(slots)
+    # As `fits` has it, and few sizes to compile for.
+    segments = segments_of(slots + [-1] * (-len(slots) % ALIGNED_ROWS))
     table = rng.permutation(NUM_SLOTS * max_pages).reshape(NUM_SLOTS, max_pages)
     counts = rng.integers(0, max_pages + 1, (2 * NUM_SLOTS, modules))
     pool = dataclasses.replace(
@@ -391,16 +397,24 @@ def test_each_page_of_an_adapter_is_of_one_piece(
         layer=np.ones(1, np.int32),
     )
     pieces = ShrinkCut.of(pool, segments)
-    a, *tables = map(np.asarray, _shrink_pieces.operands(pool, segments))
+    a, *tables = _shrink_pieces.operands(pool, segments)
+    tables = list(map(jnp.asarray, tables))
+    num_turns = -(-pieces.total // num_programs)
+    assert num_turns * num_programs <= MOST_PIECES
+    look_up = functools.partial(
+        _shrink_pieces._look_up, a_ref=a, tables=tables, pieces=pieces
+    )
+    # Of more than there are, at once: each number of them would be compiled.
+    lists, form = jax.tree.flatten(jax.vmap(look_up)(jnp.arange(MOST_PIECES)))
+    values_of = zip(*(values.tolist() for values in lists), strict=True)
     found = collections.Counter()
-    for number in range(-(-pieces.total // num_programs) * num_programs):
-        piece = _shrink_pieces._look_up(jnp.int32(number), a, tables, pieces)
+    for values in itertools.islice(values_of, num_turns * num_programs):
+        piece = form.unflatten(values)
         assert 0 <= piece.num_pages <= pieces.pages
-        slot, index, group = int(piece.slot), int(piece.index), int(piece.group)
-        for page in range(int(piece.num_pages)):
-            a_row = int(piece.a_rows[page])
-            there = tuple(bool(page < count) for count in piece.counts)
-            found[slot, index + page, a_row, group, there] += 1
+        for page in range(piece.num_pages):
+            there = tuple(page < count for count in piece.counts)
+            at = piece.slot, piece.index + page, piece.a_rows[page], piece.group
+            found[*at, there] += 1
     page_ranks, first_page = modules * RANK_PAGE, NUM_SLOTS * max_pages
     expected = collections.Counter(
         (slot, page, a_row, group, there)

@@ -84,7 +84,6 @@ def make_layer(slots, *, width=384, dtype="bfloat16", weighted=False, d_in=64):
         jnp.asarray(slots[:, None]),
         jnp.asarray(weights, jnp.float32) if weighted else None,
         num_slots=NUM_SLOTS,
-        implementation="pallas_triton",
     )
     x = jnp.asarray(rng.integers(-2, 3, (len(slots), d_in)), dtype)
     weight = jnp.asarray(rng.integers(-1, 2, (2 * width, d_in)), dtype)

@@ -1,0 +1,134 @@
+"""Kernels for Hopper's warp groups, their threads and barriers too, without a GPU.
+
+Where sums are exact their bits are those of Triton's form, on a GPU of any numbers.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from punica_jax.pallas_kernels import (
+    NormedRows,
+    _attention_warpgroups,
+    _gated_product,
+    _one_launch,
+    _project,
+    _project_cut,
+    _project_warpgroups,
+    _window_adapters,
+)
+from punica_jax.pallas_kernels._fused import Shrunk, gated_expand
+from punica_jax.pallas_kernels._sgmv_config import ExpandConfig
+from punica_jax.pallas_kernels._shrink import shrink
+from tests.attention_cases import NOWHERE, assert_near, assert_same, make_batch
+from tests.test_gated_product import make_layer, slots_of
+from tests.test_project_warpgroups import lora_of, operands_of, written
+from tests.warpgroup_interpreter import INTERPRETER, interpreted
+
+pytestmark = [pytest.mark.slow, INTERPRETER]
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "page_size", "num_programs", "whole"),
+    [(2, 1, 64, 64, 3, False), (2, 2, 128, 16, 2, False), (2, 1, 64, 128, 2, True)],
+)
+def test_prefill_attention(
+    heads, kv_heads, head_dim, page_size, num_programs, whole, monkeypatch
+):
+    query_lens, kv_lens = [3, 0, 40, 1, 133], [3, 0, 40, 100, 200]
+    if whole:  # else both groups clear what lies past the end, with the same zeros
+        query_lens, kv_lens = [128, 0, 40, 256], [128, 0, 640, 256]
+    batch = make_batch(
+        query_lens,
+        kv_lens,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        page_size=page_size,
+        dtype="bfloat16",
+        padding=7,
+    )
+    operands = batch.operands(fill=np.nan, table_fill=NOWHERE)
+    monkeypatch.setattr(_attention_warpgroups, "multiprocessors", lambda: num_programs)
+    attend = functools.partial(
+        _attention_warpgroups.warpgroup_attention.__wrapped__, scale=head_dim**-0.5
+    )
+    with interpreted(finds_races=whole):
+        out = jax.jit(attend)(*operands)
+    assert_near(out, batch.expected())
+
+
+def whole_numbers(operands, d_in):
+    """Return operands of `operands_of`, whose sums are exact in any order."""
+    x, weight, options = operands
+    rows = jnp.round(2 * (x.x if isinstance(x, NormedRows) else x))
+    x = dataclasses.replace(x, x=rows) if isinstance(x, NormedRows) else rows
+    return x, jnp.round(2 * d_in**0.5 * weight), jax.tree.map(jnp.round, options)
+
+
+class TestFewRows:
+    @pytest.fixture(autouse=True)
+    def on_six_multiprocessors(self, monkeypatch):
+        for module in (_project_cut, _project_warpgroups):
+            monkeypatch.setattr(module, "multiprocessors", lambda: 6)
+
+    @pytest.mark.parametrize(
+        ("rows", "d_in", "d_outs", "options"),
+        [
+            (16, 256, (256,), ()),
+            (40, 128, (96, 32), ("bias", "residual")),
+            (24, 384, (64, 32, 32), ("squares",)),
+            (64, 512, (128, 128), ("residual",)),
+        ],
+    )
+    def test_product_and_shrink(self, rows, d_in, d_outs, options, monkeypatch):
+        x, weight, options = whole_numbers(
+            operands_of(rows, d_in, sum(d_outs), options=options), d_in
+        )
+        pool, segments = lora_of(rows, d_in, d_outs)
+        pool = dataclasses.replace(pool, a=jnp.round(2 * pool.a))
+        lora = pool, segments
+        assert _project_warpgroups.fits(x, weight, lora, options)
+        project = functools.partial(
+            _project_warpgroups._launch.__wrapped__, gated=False
+        )
+        # Fewer than 64 are multiplied with what lies past them, for nobody.
+        with interpreted(finds_races=rows == 64):
+            y, v = jax.jit(project)(x, weight, lora, options)
+        expected, expected_v = _project.project(
+            x, weight, lora, **options, interpret=True
+        )
+        assert_same(y, expected)
+        there = written(*lora)
+        for own, other in zip(v, expected_v, strict=True):
+            assert_same(np.asarray(own)[there], np.asarray(other)[there])
+
+    def test_gated(self, monkeypatch):
+        operands = operands_of(64, 1024, 128, options=("squares",))
+        x, weight, options = whole_numbers(operands, 1024)
+        monkeypatch.setattr(_project_warpgroups, "_MAX_ROWS_ALONE", 64)
+        assert _project_warpgroups.fits(x, weight, None, options, gated=True)
+        gated = functools.partial(_project_warpgroups._launch.__wrapped__, gated=True)
+        with interpreted(finds_races=True):
+            (h,) = jax.jit(gated)(x, weight, None, options)
+        expected = _one_launch.gated(x, weight, interpret=True)
+        assert_same(h, expected)
+
+
+def test_many_rows_gated_product(monkeypatch):
+    """A cluster's programs share the weight; the runs of adapters end anywhere."""
+    monkeypatch.setattr(_gated_product, "multiprocessors", lambda: 2)
+    slots = slots_of([(0, 100), (-1, 60), (3, 30), (2, 66)], rows=256)
+    x, weight, pool, segments = make_layer(slots, width=128, d_in=384)
+    v = shrink(x, pool, segments, interpret=True)
+    operands = _window_adapters.adapter_operands(v, pool, segments)
+    with interpreted(finds_races=True):
+        h = jax.jit(_gated_product._launch)(x, weight, operands)
+    y = (x @ weight.T).astype(x.dtype)
+    config = ExpandConfig(block_n=32, num_warps=4)
+    shrunk = Shrunk(v, pool, segments)
+    assert_same(h, gated_expand(y, shrunk, config=config, interpret=True))

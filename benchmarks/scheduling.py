@@ -5,8 +5,8 @@ again. Time is the thread's own, whoever else uses the core; the garbage collect
 off, for it walks all that a process has. `schedule_ms` is to be under 1 ms; `step_ms`
 is all that the host does for a step but for its arrays: rows are chosen and taken, and
 their tokens noted. `look_ms` is how fast Python is here and now, between the steps: a
-look at as many objects as there are sequences. It differs sixfold between machines of
-one name, so compare runs by what they take in looks.
+look at as many objects as there are sequences. It differs severalfold between machines
+of one name, and by the hour: compare runs by what they take in looks.
 """
 
 import argparse

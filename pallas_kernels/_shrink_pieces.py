@@ -5,6 +5,7 @@ them and multiplies all rows by them, for a product of fewer than 64 would take 
 and writes those of the adapter. Runs inside kernels.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -26,8 +27,6 @@ from punica_jax.pallas_kernels._shrink_cut import (
     ShrinkCut,
 )
 from punica_jax.pallas_kernels._warpgroups import GROUP_ROWS, stage_of, store
-
-_LIBRARY: Any = plgpu  # JAX 0.10 has no types of copies that may not be
 
 
 class _Piece(NamedTuple):
@@ -156,12 +155,17 @@ def _multiply(
             plgpu.copy_gmem_to_smem(x_ref.at[:, k], place, loaded)
             for page, a_row in enumerate(piece.a_rows[: form.pages]):
                 own = pl.ds(page * form.page_ranks, form.page_ranks)
-                _LIBRARY.copy_gmem_to_smem(
-                    a_ref.at[pl.ds(a_row, form.page_ranks), k],
-                    a.at[stage, own],
-                    loaded,
-                    predicate=None if form.pages == 1 else page < piece.num_pages,
+                source = a_ref.at[pl.ds(a_row, form.page_ranks), k]
+                copy = functools.partial(
+                    plgpu.copy_gmem_to_smem, source, a.at[stage, own], loaded
                 )
+                if form.pages == 1:
+                    copy()
+                    continue
+                # A copy's own predicate: JAX 0.11 arrives without it, 0.12 does not.
+                is_there = page < piece.num_pages
+                pl.when(is_there)(copy)
+                pl.when(~is_there)(functools.partial(plgpu.barrier_arrive, loaded))
 
     def add_split(number, total):
         begin = number * split

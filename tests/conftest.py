@@ -19,8 +19,8 @@ def pytest_configure(config):
     Unless tests for GPUs are chosen, programs are not optimised: most of a test's time
     is compiling what runs once or twice, and the whole run takes three quarters of the
     time so; where JAX still has the older way to compile fusions, half. `XLA_FLAGS=
-    pytest` tests what users run, as `.ci/run` does on Python 3.12, and on 3.11 in long
-    runs and where bits and tokens must be equal.
+    pytest` tests what users run, as `.ci/run` does on Python 3.12, and on 3.11 where
+    steps are many, bits and tokens must be equal, or documents say what is printed.
     """
     if "not gpu" in config.option.markexpr:
         flags = ["--xla_backend_optimization_level=0"]

@@ -1028,9 +1028,9 @@ def test_the_simulation_steps_as_the_loop_does(seed):
     "num_events", [4_000, pytest.param(100_000, marks=pytest.mark.slow)]
 )
 def test_soak(num_events):
-    start_s = time.process_time()
+    start_s = time.thread_time()
     counts = soak(num_events)
-    assert time.process_time() - start_s < 60
+    assert time.thread_time() - start_s < 60
     assert counts["arrived"] + counts["steps"] + counts["over"] >= num_events
     # All of it happened: none of this is a walk through an empty house.
     for what in ("preempted", "shared", "cancelled", "refused", "waited"):

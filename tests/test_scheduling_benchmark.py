@@ -60,8 +60,12 @@ def test_those_that_share_sit_down_as_soon_as_they_can():
         assert scheduler.num_waiting == num_waiting - 3
 
 
-# What choosing takes of looks at all sequences, under the policy that takes most.
-LOOKS = {"full": 3, "tenants": 3.5, "missing": 6, "shared": 6}
+# What choosing takes of looks at all sequences, some of Python 3.11 and 3.12.
+LOOKS = {
+    "first_come": {"full": 2.6, "tenants": 1.8, "missing": 4.3, "shared": 4},
+    "latency": {"full": 1.5, "tenants": 1.7, "missing": 3.3, "shared": 3.3},
+    "fair_share": {"full": 3, "tenants": 3.6, "missing": 5.3, "shared": 5.3},
+}
 
 
 @pytest.mark.slow
@@ -72,7 +76,7 @@ def test_a_step_is_chosen_in_time(case, policy):
     make = scheduling.POLICIES[policy]
     bench = scheduling.Bench(case, make(), running=256, waiting=1000, tenants=100)
     measured = scheduling.measure(bench, steps=100)
-    assert measured["schedule_ms"] < 3 * LOOKS[case] * measured["look_ms"]
+    assert measured["schedule_ms"] < 3 * LOOKS[policy][case] * measured["look_ms"]
 
 
 def recorded():

@@ -1,19 +1,19 @@
 """Runs kernels for warp groups without a GPU: JAX's interpreter, and what it lacks."""
 
 import contextlib
-import functools
 import os
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-# Each thread that waits for another one holds one of XLA's, of which there are too few.
+# A thread that waits for another one holds one of XLA's: of too few none is left.
 INTERPRETER = pytest.mark.skipif(
-    not hasattr(plgpu, "force_gpu_interpret_mode") or "PJRT_NPROC" not in os.environ,
+    jax.__version_info__ < (0, 12) or int(os.environ.get("PJRT_NPROC", "0")) < 64,
     reason="needs JAX 0.12, and PJRT_NPROC=64 in the environment",
 )
 
@@ -22,15 +22,17 @@ INTERPRETER = pytest.mark.skipif(
 def interpreted(*, finds_races=False):
     """Run kernels by the interpreter, their threads, copies and barriers too.
 
+    A product is done when it is asked for, and what it reads is then ordered before
+    later copies. So what is given away before `wgmma_wait`, or lacks a fence before a
+    product, is not found.
+
     Args:
       finds_races: whether to fail where one thread reads or writes what another one
         writes, and no barrier or fence orders them.
     """
     cores = _TensorCores()
-    copy = functools.partial(_copy_if, plgpu.copy_gmem_to_smem)
     params = plgpu.InterpretGPUParams(detect_races=finds_races)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plgpu, "copy_gmem_to_smem", copy)
         patch.setattr(plgpu, "wgmma", cores.multiply)
         patch.setattr(plgpu, "wgmma_wait", lambda _: None)
         patch.setattr(plgpu, "WGMMAAccumulatorRef", _Accumulator)
@@ -41,15 +43,6 @@ def interpreted(*, finds_races=False):
         patch.setattr(lax, "fori_loop", cores.loop)
         with plgpu.force_gpu_interpret_mode(params):
             yield
-
-
-def _copy_if(copy, source, to, barrier, *, predicate=None, **options):
-    """Copy, unless a predicate forbids it: then the barrier is told all the same."""
-    if predicate is None:
-        copy(source, to, barrier, **options)
-        return
-    pl.when(predicate)(lambda: copy(source, to, barrier, **options))
-    pl.when(~predicate)(lambda: plgpu.barrier_arrive(barrier))
 
 
 class _Sum:
@@ -80,8 +73,7 @@ class _TensorCores:
     def multiply(acc, a, b):
         a, b = (operand[...].astype(jnp.float32) for operand in (a, b))
         acc.value = acc.value + jnp.dot(a, b)
-        # As a product's reads are, these are before the copies that come later.
-        plgpu.commit_smem()
+        plgpu.commit_smem()  # what a product reads needs no fence before a copy
 
     def run_scoped(self, run, *sums):
         own = [_Sum(acc.value) for acc in sums]

@@ -161,11 +161,10 @@ def _multiply(
                 )
                 if form.pages == 1:
                     copy()
-                    continue
-                # A copy's own predicate: JAX 0.11 arrives without it, 0.12 does not.
-                is_there = page < piece.num_pages
-                pl.when(is_there)(copy)
-                pl.when(~is_there)(functools.partial(plgpu.barrier_arrive, loaded))
+                else:  # not by a predicate of copies: in JAX 0.12 those do not arrive
+                    is_there = page < piece.num_pages
+                    pl.when(is_there)(copy)
+                    pl.when(~is_there)(functools.partial(plgpu.barrier_arrive, loaded))
 
     def add_split(number, total):
         begin = number * split

@@ -94,14 +94,15 @@ def of_one_launch(x, weight, pool, segments):
     return _gated_product.gated(x, weight, (pool, segments))
 
 
-def of_two(x, weight, pool, segments):
+def of_two(x, weight, pool, segments, *, interpret=False):
     """XLA's product, and the expand by tiles."""
     config = ExpandConfig(block_n=32, num_warps=4)
 
     def run():
         y = jnp.dot(x, weight.T, preferred_element_type=jnp.float32).astype(x.dtype)
-        shrunk = Shrunk(shrink(x, pool, segments), pool, segments)
-        return gated_expand(y, shrunk, config=config)
+        v = shrink(x, pool, segments, interpret=interpret)
+        shrunk = Shrunk(v, pool, segments)
+        return gated_expand(y, shrunk, config=config, interpret=interpret)
 
     return jax.jit(run)()
 

@@ -60,7 +60,7 @@ def test_those_that_share_sit_down_as_soon_as_they_can():
         assert scheduler.num_waiting == num_waiting - 3
 
 
-# What choosing takes of looks at all sequences, some of Python 3.11 and 3.12.
+# How many looks at all sequences choosing took, in several runs of both Pythons.
 LOOKS = {
     "first_come": {"full": 2.6, "tenants": 1.8, "missing": 4.3, "shared": 4},
     "latency": {"full": 1.5, "tenants": 1.7, "missing": 3.3, "shared": 3.3},

@@ -10,7 +10,7 @@ import pytest
 
 # Programs are traced of millions of small objects, which all go by themselves: looking
 # for those that do not is a tenth of some tests' time.
-gc.set_threshold(20_000, 20, 100)
+gc.set_threshold(3_000, 20, 50)
 
 # Two CPU devices, for the tests under shard_map.
 jax.config.update("jax_num_cpu_devices", 2)

@@ -66,6 +66,8 @@ def continue_prompts(
     shuffled = np.random.default_rng(0).permutation(seqs * pages_per_seq)
     page_table = jnp.asarray(shuffled.reshape(seqs, pages_per_seq), jnp.int32)
     cache = KvCache.zeros(model.config, seqs * pages_per_seq, PAGE_SIZE)
+    # As pools are and what a step returns will be, for a program that is compiled once.
+    cache = jax.device_put(cache, jax.devices()[0])
 
     @functools.cache
     def program(max_query_len: int) -> Any:

@@ -9,10 +9,11 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from punica_jax.pallas_kernels._dispatch import shared_bytes
 from punica_jax.pallas_kernels._kv_tile import (
     attend_block,
     empty_sums,
@@ -24,6 +25,9 @@ from punica_jax.pallas_kernels._kv_tile import (
 )
 from punica_jax.pallas_kernels._launch import pallas_call
 
+# Programs that run at once: two for each of 132 multiprocessors, in powers of two.
+_AT_ONCE = 256
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeConfig:
@@ -34,12 +38,15 @@ class DecodeConfig:
       splits: parts that each sequence's tokens are cut into, a power of two.
       num_warps: warps of a program.
       num_stages: iterations whose loads overlap.
+      totals_late: whether a row's weights are added up after the last iteration, not
+        in each.
     """
 
     block_kv: int
     splits: int
     num_warps: int = 4
     num_stages: int = 3
+    totals_late: bool = False
 
     def __post_init__(self):
         for name, least in (("block_kv", 16), ("splits", 1)):
@@ -62,22 +69,44 @@ def default_config(
     """Choose a configuration; a function of static things alone."""
     # At most 16 KiB of K and as much of V an iteration.
     block_kv = max(16, min(64, 16384 // (padded(head_dim) * itemsize)))
-    splits = _num_splits(seqs * kv_heads, pl.cdiv(max_kv_len, block_kv))
-    # Two warps wait less for each other: 22.1 us against 24.1 for 32 sequences of 512
-    # tokens and 8 kv heads (H200). More than 16 rows, or float32, would spill. With two
-    # or four splits four warps are faster: 16 sequences with contexts of the paper's
-    # trace take 26.4 us, not 27.5, of 512 tokens 17.1, not 17.7, 8 of them 10.7, not
-    # 11.2 (one H100). With more splits they were not measured.
-    narrow = 1 < group <= 16 and itemsize == 2
-    num_warps = 2 if narrow and splits not in (2, 4) else 4
-    return DecodeConfig(block_kv=block_kv, splits=splits, num_warps=num_warps)
+    programs = seqs * kv_heads
+    # More rows, or float32, would spill with fewer warps or totals for each token.
+    narrow = group <= 16 and itemsize == 2
+    roomy = shared_bytes() >= 200 * 1024
+    # One program a multiprocessor with blocks as long as two programs' beats two splits
+    # and the launch that adds them: 16 sequences of 512 tokens and 8 kv heads take 11.7
+    # us, not 13.2, of 2000 33.6, not 36.0 (H200).
+    if narrow and group > 1 and roomy and _AT_ONCE // 2 <= programs < _AT_ONCE:
+        return DecodeConfig(block_kv=2 * block_kv, splits=1, totals_late=True)
+
+    splits = _num_splits(programs, pl.cdiv(max_kv_len, block_kv))
+    if splits > 1:
+        # With two or four splits four warps are faster: 8 sequences of 512 tokens and 8
+        # kv heads take 10.7 us, not 11.2 (H100). With more they were not measured.
+        num_warps = 2 if narrow and group > 1 and splits > 4 else 4
+        return DecodeConfig(block_kv=block_kv, splits=splits, num_warps=num_warps)
+    # Where all programs run at once, the one with most tokens decides. It is fastest
+    # with two warps, which wait less for each other, and without a sum over tokens in
+    # each iteration: with contexts of the paper's trace 32 sequences with 8 kv heads
+    # take 33.3 us, not 36.0, of 512 tokens 19.2, not 19.3 (H200).
+    two_warps = narrow and (group > 1 or programs <= _AT_ONCE)
+    # Twice as many wait less for memory with three blocks on their way: 64 such take
+    # 44.6 us, not 47.0, of 640 tokens 45.1, not 46.6. Four times as many do not.
+    deep = roomy and _AT_ONCE < programs <= 2 * _AT_ONCE
+    return DecodeConfig(
+        block_kv=block_kv,
+        splits=1,
+        num_warps=2 if two_warps else 4,
+        num_stages=4 if deep else 3,
+        totals_late=two_warps,
+    )
 
 
 def _num_splits(programs: int, blocks: int) -> int:
-    # Two programs a multiprocessor (132) keep the memory busy. Where there are as many
-    # already, a second launch that sums the splits only costs: 22.1 us became 28.
+    # Where there are as many programs as run at once, a second launch that sums the
+    # splits only costs: 22.1 us became 28.
     splits = 1
-    while programs * splits < 256 and splits < min(blocks, 32):
+    while programs * splits < _AT_ONCE and splits < min(blocks, 32):
         splits *= 2
     return splits
 
@@ -111,16 +140,21 @@ def decode_attention(
     out_shape = jax.ShapeDtypeStruct(q.shape, q.dtype)
     stats = jax.ShapeDtypeStruct((slots * splits, heads), jnp.float32)
     sums = jax.ShapeDtypeStruct((slots * splits, heads, head_dim), jnp.float32)
+    kernel = functools.partial(_decode_kernel, scale=scale, config=config)
+    grid, order = (slots, kv_heads, splits), ()
+    # The rest begin as others end: those with most tokens first, none ends far behind.
+    if math.prod(grid) > _AT_ONCE:
+        grid, order = grid[::-1], (_longest_first(bounds, kv_lens, slots=slots),)
     partial = pallas_call(
-        functools.partial(_decode_kernel, scale=scale, config=config),
+        kernel if order else functools.partial(kernel, None),
         out_shape=out_shape if splits == 1 else (sums, stats, stats),
-        grid=(slots, kv_heads, splits),
+        grid=grid,
         compiler_params=plgpu.CompilerParams(
             num_warps=config.num_warps, num_stages=config.num_stages
         ),
         interpret=interpret,
         name="paged_attention_decode",
-    )(q, kv_pages, page_table, bounds, kv_lens)
+    )(*order, q, kv_pages, page_table, bounds, kv_lens)
     if splits == 1:
         return partial
     return pallas_call(
@@ -131,6 +165,15 @@ def decode_attention(
         interpret=interpret,
         name="paged_attention_combine",
     )(*partial, bounds)
+
+
+# A function of its own is traced once for all layers; of its calls XLA leaves one.
+@functools.partial(jax.jit, static_argnames="slots")
+def _longest_first(bounds: Array, kv_lens: Array, *, slots: int) -> Array:
+    """Return slots by their tokens, those with the most first, `i32[slots]`."""
+    tokens = jnp.where(jnp.diff(bounds) > 0, kv_lens, 0)
+    tokens = jnp.pad(tokens, (0, slots - len(tokens)))
+    return lax.sort_key_val(-tokens, jnp.arange(slots, dtype=jnp.int32))[1]
 
 
 def _row_of_slot(
@@ -150,6 +193,7 @@ def _row_of_slot(
 
 
 def _decode_kernel(
+    order_ref,  # i32[slots], those with the most tokens first; None: as they come
     q_ref,  # [rows, heads, head_dim]
     kv_ref,  # [2, pages, kv_heads, page_size, head_dim]
     table_ref,  # i32[seqs, pages_per_seq]
@@ -161,6 +205,8 @@ def _decode_kernel(
     config: DecodeConfig,
 ):
     slot, kv_head, split = (pl.program_id(axis) for axis in range(3))
+    if order_ref is not None:
+        slot, split = order_ref[split], slot
     rows, heads, _ = q_ref.shape
     _, _, kv_heads, page_size, _ = kv_ref.shape
     seqs, pages_per_seq = table_ref.shape
@@ -201,11 +247,11 @@ def _decode_kernel(
         state = attend_block(q, k, v, seen[None, :], scale * math.log2(math.e), state)
         return page_ids_at(start + block_kv), state
 
-    state = empty_sums(q)
-    _, state = jax.lax.fori_loop(
-        lower, upper, body, (page_ids_at(lower * block_kv), state)
-    )
+    state = empty_sums(q, block_kv if config.totals_late else None)
+    _, state = lax.fori_loop(lower, upper, body, (page_ids_at(lower * block_kv), state))
     top, total, acc = state
+    if config.totals_late:
+        total = total.sum(axis=1)
     if not stats_refs:
         acc = acc / jnp.where(total > 0, total, 1.0)[:, None]
         store_rows(out_ref, row, head, (lane < group) & (row < rows), acc)

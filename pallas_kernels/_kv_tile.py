@@ -102,15 +102,22 @@ def load_kv(
     return plgpu.load(at, mask=live, other=None if live is None else 0.0)
 
 
-Sums = tuple[Array, Array, Array]  # f32[n] maximum, f32[n] total, f32[n, lanes]
+# f32[n] maximum; f32[n] total, or f32[n, block_kv] still to be added up; f32[n, lanes]
+Sums = tuple[Array, Array, Array]
 
 
-def empty_sums(q: Array) -> Sums:  # q: [n, lanes]
-    """The sums over no tokens, for `attend_block`."""
+def empty_sums(q: Array, block_kv: int | None = None) -> Sums:  # q: [n, lanes]
+    """The sums over no tokens, for `attend_block`.
+
+    Args:
+      q: the queries.
+      block_kv: tokens of a tile, if a total is kept for each of its places.
+    """
+    places = () if block_kv is None else (block_kv,)
     return (
         # Finite, for the difference of two of them must not be NaN.
         jnp.full(q.shape[:1], jnp.finfo(jnp.float32).min, jnp.float32),
-        jnp.zeros(q.shape[:1], jnp.float32),
+        jnp.zeros(q.shape[:1] + places, jnp.float32),
         jnp.zeros(q.shape, jnp.float32),
     )
 
@@ -136,6 +143,8 @@ def attend_block(
     weights = jnp.exp2(scores * scale - new_top[:, None])
     decay = jnp.exp2(top - new_top)
     acc = acc * decay[:, None] + _dot(weights.astype(v.dtype), v)
+    if total.ndim == 2:
+        return new_top, total * decay[:, None] + weights, acc
     return new_top, total * decay + weights.sum(axis=1), acc
 
 

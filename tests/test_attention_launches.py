@@ -205,6 +205,28 @@ def test_wide_decode_needs_no_second_launch():
     assert set(calls) == {"paged_attention_decode"}
 
 
+def test_more_programs_than_run_at_once_take_an_order():
+    shape = {"heads": 16, "kv_heads": 8, "head_dim": 16, "dtype": "bfloat16"}
+    for seqs, first in ((32, "32x16x16xbf16"), (33, "33xi32")):
+        batch = make_batch([1] * seqs, [20] * seqs, **shape)
+        calls = lowered_kernels(batch.operands(), max_query_len=1)
+        assert calls["paged_attention_decode"][0] == first
+
+
+@hypothesis.given(
+    live=st.lists(st.booleans(), min_size=5, max_size=5),
+    lengths=st.lists(st.integers(1, 50), min_size=5, max_size=5),
+)
+@hypothesis.settings(max_examples=60, deadline=None)
+def test_the_longest_are_first_and_idle_slots_last(live, lengths):
+    bounds = np.cumsum([0, *live]).astype(np.int32)
+    order = _attention_decode._longest_first(bounds, np.int32(lengths), slots=8)
+    order = np.asarray(order).tolist()
+    tokens = [n if own else 0 for n, own in zip(lengths, live, strict=True)] + [0] * 3
+    # Of as many tokens the first is first, so that equal ones keep their order.
+    assert order == sorted(range(8), key=lambda slot: -tokens[slot])
+
+
 def decode_config(*, seqs, kv_heads, max_kv_len):
     return _attention_decode.default_config(
         seqs=seqs,
@@ -238,6 +260,34 @@ def test_decode_splits_fill_the_device_and_no_more():
 def test_decode_warps(seqs, kv_heads, expected):
     config = decode_config(seqs=seqs, kv_heads=kv_heads, max_kv_len=4096)
     assert config.num_warps == expected
+
+
+of_64 = functools.partial(DecodeConfig, block_kv=64, splits=1)
+
+
+@pytest.mark.parametrize(
+    ("seqs", "kv_heads", "capability", "expected"),
+    [
+        # One program a multiprocessor, two, four and eight.
+        (16, 8, 9.0, DecodeConfig(block_kv=128, splits=1, totals_late=True)),
+        (32, 8, 9.0, of_64(num_warps=2, totals_late=True)),
+        (64, 8, 9.0, of_64(num_warps=2, num_stages=4, totals_late=True)),
+        (128, 8, 9.0, of_64(num_warps=2, totals_late=True)),
+        # A head's queries alone: two warps where all run at once.
+        (4, 32, 9.0, of_64(splits=2)),
+        (8, 32, 9.0, of_64(num_warps=2, totals_late=True)),
+        (16, 32, 9.0, of_64(num_stages=4)),
+        (32, 32, 9.0, of_64()),
+        # Of less shared memory (an L4, an A100) none takes more.
+        (16, 8, 8.9, of_64(splits=2)),
+        (16, 8, 8.0, of_64(splits=2)),
+        (64, 8, 8.0, of_64(num_warps=2, totals_late=True)),
+    ],
+)
+def test_decode_configs(seqs, kv_heads, capability, expected, monkeypatch):
+    monkeypatch.setattr(_dispatch, "_compute_capability", lambda: capability)
+    actual = decode_config(seqs=seqs, kv_heads=kv_heads, max_kv_len=4096)
+    assert actual == expected
 
 
 def test_prefill_tiles_follow_the_longest_query():

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from punica_jax.pallas_kernels import _attention_decode
 from punica_jax.pallas_kernels._attention_decode import DecodeConfig, decode_attention
 from punica_jax.pallas_kernels._attention_prefill import (
     PrefillConfig,
@@ -175,6 +176,8 @@ class KernelTests(AttentionTests):
             DecodeConfig(block_kv=16, splits=1, num_warps=1),
             DecodeConfig(block_kv=32, splits=4),
             DecodeConfig(block_kv=64, splits=16, num_stages=3),
+            DecodeConfig(block_kv=16, splits=1, totals_late=True),
+            DecodeConfig(block_kv=32, splits=2, totals_late=True),
         ],
     )
     def test_decode_configs(self, config):
@@ -187,6 +190,23 @@ class KernelTests(AttentionTests):
         )
         actual = jax.jit(attend)(*batch.operands(fill=np.nan, table_fill=NOWHERE))
         assert_near(actual, batch.expected())
+
+    @pytest.mark.parametrize("splits", [1, 2])
+    def test_an_order_of_programs_changes_no_bit(self, splits, monkeypatch):
+        batch = make_batch(
+            [1, 1, 0, 1, 1], [30, 150, 7, 1, 64], dtype="bfloat16", padding=3
+        )
+        attend = functools.partial(
+            decode_attention,
+            scale=0.125,
+            config=DecodeConfig(block_kv=16, splits=splits),
+            interpret=self.implementation == "pallas_interpret",
+        )
+        operands = batch.operands(fill=np.nan, table_fill=NOWHERE)
+        expected = jax.jit(attend)(*operands)
+        assert_near(expected, batch.expected())
+        monkeypatch.setattr(_attention_decode, "_AT_ONCE", 1)
+        assert_same(jax.jit(lambda *arrays: attend(*arrays))(*operands), expected)
 
     @pytest.mark.parametrize(
         "config",

@@ -23,7 +23,7 @@ from punica_jax.pallas_kernels._kv_tile import (
     padded,
     store_rows,
 )
-from punica_jax.pallas_kernels._launch import pallas_call
+from punica_jax.pallas_kernels._launch import compiled_once, pallas_call
 
 # Programs that run at once: two for each of 132 multiprocessors, in powers of two.
 _AT_ONCE = 256
@@ -111,6 +111,7 @@ def _num_splits(programs: int, blocks: int) -> int:
     return splits
 
 
+@compiled_once
 def decode_attention(
     q: Array,  # [rows, heads, head_dim]
     kv_pages: Array,  # [2, pages, kv_heads, page_size, head_dim]

@@ -25,7 +25,7 @@ from punica_jax.pallas_kernels._kv_tile import (
     padded,
     store_rows,
 )
-from punica_jax.pallas_kernels._launch import pallas_call, split_number
+from punica_jax.pallas_kernels._launch import compiled_once, pallas_call, split_number
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +75,7 @@ def default_config(
     return PrefillConfig(block_rows=block_rows, block_kv=block_kv, num_warps=num_warps)
 
 
+@compiled_once
 def prefill_attention(
     q: Array,  # [rows, heads, head_dim]
     kv_pages: Array,  # [2, pages, kv_heads, page_size, head_dim]

@@ -26,7 +26,7 @@ from punica_jax.pallas_kernels._digit_buckets import (
     weights_in,
 )
 from punica_jax.pallas_kernels._digit_config import COUNTING, WEIGHING, DigitConfig
-from punica_jax.pallas_kernels._launch import pallas_call
+from punica_jax.pallas_kernels._launch import compiled_once, pallas_call
 from punica_jax.pallas_kernels._page_tiles import load, mask_of
 
 # Above it, counts are no longer exact in float32.
@@ -49,6 +49,7 @@ class _Search(NamedTuple):
     target: Array
 
 
+@compiled_once
 def largest_reaching(
     values: Array,
     goal: Array,

@@ -17,7 +17,12 @@ from jax.experimental.pallas import triton as plgpu
 
 from punica_jax.pallas_kernels._entries import leads_window, program_rows
 from punica_jax.pallas_kernels._expand_tile import Columns, ExpandTile
-from punica_jax.pallas_kernels._launch import given, pallas_call, place_of_program
+from punica_jax.pallas_kernels._launch import (
+    compiled_once,
+    given,
+    pallas_call,
+    place_of_program,
+)
 from punica_jax.pallas_kernels._lora_operands import launch_tables
 from punica_jax.pallas_kernels._page_tiles import (
     AdapterPages,
@@ -92,6 +97,7 @@ def _work_of(
     return jax.tree.map(choose, look_up(crowd.shares), alone), crowded
 
 
+@compiled_once
 def expand(
     y: Array,
     v: Array,

@@ -17,7 +17,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from punica_jax.pallas_kernels import _expand
 from punica_jax.pallas_kernels._adapter_tile import AdapterTile
-from punica_jax.pallas_kernels._launch import pallas_call
+from punica_jax.pallas_kernels._launch import compiled_once, pallas_call
 from punica_jax.pallas_kernels._lora_operands import launch_tables
 from punica_jax.pallas_kernels._page_tiles import (
     kv_places,
@@ -38,6 +38,7 @@ from punica_jax.pallas_kernels._sgmv_config import (
 _BASE_ROWS = 16
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True)
 class Shrunk:
     """What an adapter's product still needs: `shrink`'s result with its tables.
@@ -87,6 +88,7 @@ def expand(
     return _expand.expand(y, v, pool, segments, residual=residual, interpret=interpret)
 
 
+@compiled_once
 def gated_expand(
     y: Array,
     shrunk: Shrunk | None,
@@ -147,6 +149,7 @@ def _gated_kernel(
     tile.when_busy(pages, multiply)
 
 
+@compiled_once
 def rotary_expand(
     y: Array,
     shrunk: Shrunk | None,

@@ -3,11 +3,13 @@
 And which part of a launch a program takes. Knows nothing of what kernels do.
 """
 
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -15,6 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 _LIBRARY: Any = jax  # its stubs lack some of what is used of it here
 # The axes of a launch for warp groups.
 PROGRAM, CLUSTER, GROUP = "program", "cluster", "group"
+Launcher = TypeVar("Launcher", bound=Callable[..., Any])
 
 
 def pallas_call(
@@ -31,6 +34,40 @@ def pallas_call(
         lambda shapes: pl.pallas_call(_narrow(kernel), out_shape=shapes, **options),
         out_shape,
     )
+
+
+_ARRAY = object()
+
+
+def compiled_once(launcher: Launcher) -> Launcher:
+    """Compile a launcher once for all calls outside of `jax.jit` that are alike.
+
+    Each launch is a function of its own to JAX, which would trace and compile it every
+    time. Calls that are being traced stay as they are.
+
+    Args:
+      launcher: takes arrays, in pytrees too, and what else can be hashed.
+    """
+
+    @functools.partial(jax.jit, static_argnums=(0, 1))
+    def compiled(tree: Any, others: tuple[Any, ...], *arrays: Array) -> Any:
+        left = iter(arrays)
+        leaves = [next(left) if leaf is _ARRAY else leaf for leaf in others]
+        operands, options = jax.tree.unflatten(tree, leaves)
+        return launcher(*operands, **options)
+
+    @functools.wraps(launcher)
+    def call(*operands: Any, **options: Any) -> Any:
+        leaves, tree = jax.tree.flatten((operands, options))
+        arrays = [leaf for leaf in leaves if isinstance(leaf, Array | np.ndarray)]
+        if any(isinstance(array, _LIBRARY.core.Tracer) for array in arrays):
+            return launcher(*operands, **options)
+        others = (
+            _ARRAY if isinstance(leaf, Array | np.ndarray) else leaf for leaf in leaves
+        )
+        return compiled(tree, tuple(others), *arrays)
+
+    return cast(Launcher, call)
 
 
 def warpgroup_call(

@@ -18,13 +18,19 @@ from jax.experimental.pallas import triton as plgpu
 
 from punica_jax.pallas_kernels import _project_warpgroups
 from punica_jax.pallas_kernels._dispatch import shared_bytes
-from punica_jax.pallas_kernels._launch import given, pallas_call, split_number
+from punica_jax.pallas_kernels._launch import (
+    compiled_once,
+    given,
+    pallas_call,
+    split_number,
+)
 from punica_jax.pallas_kernels._norm import NormedRows, row_scales
 from punica_jax.pallas_kernels._page_tiles import kv_places, load, mask_of, silu_product
 from punica_jax.pallas_kernels._project import product
 from punica_jax.pallas_kernels._project_config import ProjectConfig, project_config
 
 
+@compiled_once
 def gated(
     x: Array | NormedRows,
     weight: Array,
@@ -43,6 +49,7 @@ def gated(
     return h
 
 
+@compiled_once
 def rotary(
     x: Array | NormedRows,
     weight: Array,

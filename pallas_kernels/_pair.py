@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from punica_jax.pallas_kernels._expand import expand, expand_config_of, expand_kernel
-from punica_jax.pallas_kernels._launch import given, pallas_call
+from punica_jax.pallas_kernels._launch import compiled_once, given, pallas_call
 from punica_jax.pallas_kernels._lora_operands import launch_tables
 from punica_jax.pallas_kernels._pool import LoraPool
 from punica_jax.pallas_kernels._segments import DEFAULT_BLOCK_ROWS, Segments
@@ -80,6 +80,7 @@ def fits(segments: Segments) -> bool:
     return segments.num_passes == 1 and segments.num_rows <= MAX_PROJECT_ROWS
 
 
+@compiled_once
 def shrink_and_expand(
     y: Array, x: Array, pool: LoraPool, segments: Segments, *, interpret: bool = False
 ) -> Array:

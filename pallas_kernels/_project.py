@@ -20,7 +20,12 @@ from jax.experimental.pallas import triton as plgpu
 from punica_jax.pallas_kernels import _project_warpgroups
 from punica_jax.pallas_kernels._dispatch import shared_bytes
 from punica_jax.pallas_kernels._entries import tile_rows
-from punica_jax.pallas_kernels._launch import given, pallas_call, split_number
+from punica_jax.pallas_kernels._launch import (
+    compiled_once,
+    given,
+    pallas_call,
+    split_number,
+)
 from punica_jax.pallas_kernels._lora_operands import launch_tables
 from punica_jax.pallas_kernels._norm import NormedRows, row_scales
 from punica_jax.pallas_kernels._page_tiles import (
@@ -55,6 +60,7 @@ def are_few(x: Array | NormedRows, weight: Array) -> bool:
     return narrow and x.shape[0] <= MAX_PROJECT_ROWS
 
 
+@compiled_once
 def project(
     x: Array | NormedRows,
     weight: Array,

@@ -22,7 +22,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from punica_jax.pallas_kernels._adapter_rows import AdapterRows, columns_of
 from punica_jax.pallas_kernels._fused import Shrunk
-from punica_jax.pallas_kernels._launch import given, pallas_call
+from punica_jax.pallas_kernels._launch import compiled_once, given, pallas_call
 from punica_jax.pallas_kernels._norm import Norm, NormedRows
 from punica_jax.pallas_kernels._page_tiles import (
     kv_places,
@@ -72,6 +72,7 @@ def fits(pool: LoraPool, segments: Segments) -> bool:
     )
 
 
+@compiled_once
 def expand(
     y: Array, shrunk: Shrunk, residual: Array | None = None, *, interpret: bool = False
 ) -> Array:
@@ -79,6 +80,7 @@ def expand(
     return _expand(y, shrunk, None, residual, interpret)[0]
 
 
+@compiled_once
 def normed_expand(
     y: Array, shrunk: Shrunk, norm: Norm, *, interpret: bool = False
 ) -> tuple[Array, NormedRows]:
@@ -178,6 +180,7 @@ def _expand_kernel(
         pl.when(rows.slot.max() >= 0)(add)
 
 
+@compiled_once
 def gated_expand(y: Array, shrunk: Shrunk, *, interpret: bool = False) -> Array:
     """Launch expand with SiLU(gate) * up; see `lora_gated`."""
     rows, width = y.shape[0], y.shape[1] // 2
@@ -210,6 +213,7 @@ def _gated_kernel(
     plgpu.store(h_ref.at[rows.at(column)], h, mask=rows.mask(inside, column))
 
 
+@compiled_once
 def rotary_expand(
     y: Array,
     shrunk: Shrunk,

@@ -11,12 +11,13 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from punica_jax.pallas_kernels._launch import pallas_call
+from punica_jax.pallas_kernels._launch import compiled_once, pallas_call
 from punica_jax.pallas_kernels._page_tiles import AdapterPages, dot, load, mask_of
 from punica_jax.pallas_kernels._pool import RANK_PAGE, LoraPool
 from punica_jax.pallas_kernels._segments import Segments
 
 
+@compiled_once
 def segment_outer(
     v: Array,
     x: Array,

@@ -12,7 +12,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from punica_jax.pallas_kernels._launch import pallas_call
+from punica_jax.pallas_kernels._launch import compiled_once, pallas_call
 
 # Rows of a tile; a row's result does not depend on it. Wider tiles load A and B less
 # often, but are fewer, and waste more on a row alone: 2048 rows of 4 prompts and 16
@@ -95,6 +95,7 @@ def fits_kernel(rows: int, num_slots: int) -> bool:
     return rows <= _MAX_ROWS and rows * num_slots <= _MAX_PAIRS
 
 
+@compiled_once
 def segment_metadata_kernel(
     slots: Array, *, num_slots: int, block_rows: int, interpret: bool = False
 ) -> Segments:

@@ -16,6 +16,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from punica_jax.pallas_kernels._entries import leads_window, program_rows
 from punica_jax.pallas_kernels._launch import (
+    compiled_once,
     pallas_call,
     place_of_program,
     split_number,
@@ -34,6 +35,7 @@ from punica_jax.pallas_kernels._sgmv_config import (
 from punica_jax.pallas_kernels._shrink_tile import shrink_modules
 
 
+@compiled_once
 def shrink(
     x: Array,
     pool: LoraPool,

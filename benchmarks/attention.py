@@ -181,18 +181,23 @@ def sweep_configs(case: Case) -> list[Config]:
             splits=num_splits,
             num_warps=num_warps,
             num_stages=num_stages,
+            totals_late=totals_late,
         )
         for num_splits in splits
         for block_kv, num_warps, num_stages in (
             (128, 4, 2),
+            (128, 4, 3),
             (64, 4, 2),
             (64, 4, 3),
+            (64, 4, 4),
             (64, 2, 3),
+            (64, 2, 4),
             (32, 4, 2),
             (32, 4, 3),
             (32, 2, 3),
             (32, 1, 3),
         )
+        for totals_late in (False, True)
     ]
 
 

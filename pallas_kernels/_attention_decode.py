@@ -13,7 +13,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from punica_jax.pallas_kernels._dispatch import shared_bytes
+from punica_jax.pallas_kernels._dispatch import multiprocessors, shared_bytes
 from punica_jax.pallas_kernels._kv_tile import (
     attend_block,
     empty_sums,
@@ -72,11 +72,13 @@ def default_config(
     programs = seqs * kv_heads
     # More rows, or float32, would spill with fewer warps or totals for each token.
     narrow = group <= 16 and itemsize == 2
+    # For two programs a multiprocessor, each with three blocks on their way and one in
+    # use; or one with twice as long blocks.
     roomy = shared_bytes() >= 200 * 1024
     # One program a multiprocessor with blocks as long as two programs' beats two splits
     # and the launch that adds them: 16 sequences of 512 tokens and 8 kv heads take 11.7
     # us, not 13.2, of 2000 33.6, not 36.0 (H200).
-    if narrow and group > 1 and roomy and _AT_ONCE // 2 <= programs < _AT_ONCE:
+    if narrow and group > 1 and roomy and 128 <= programs <= multiprocessors():
         return DecodeConfig(block_kv=2 * block_kv, splits=1, totals_late=True)
 
     splits = _num_splits(programs, pl.cdiv(max_kv_len, block_kv))
@@ -91,14 +93,15 @@ def default_config(
     # take 33.3 us, not 36.0, of 512 tokens 19.2, not 19.3 (H200).
     two_warps = narrow and (group > 1 or programs <= _AT_ONCE)
     # Twice as many wait less for memory with three blocks on their way: 64 such take
-    # 44.6 us, not 47.0, of 640 tokens 45.1, not 46.6. Four times as many do not.
-    deep = roomy and _AT_ONCE < programs <= 2 * _AT_ONCE
+    # 44.6 us, not 47.0, of 640 tokens 45.1, not 46.6; 16 with 32 kv heads, four warps,
+    # 51.2, not 53.5, of 512 tokens 36.2, not 37.7. Four times as many do not.
+    deep = narrow and roomy and _AT_ONCE < programs <= 2 * _AT_ONCE
     return DecodeConfig(
         block_kv=block_kv,
         splits=1,
         num_warps=2 if two_warps else 4,
         num_stages=4 if deep else 3,
-        totals_late=two_warps,
+        totals_late=two_warps or deep,
     )
 
 
@@ -144,6 +147,7 @@ def decode_attention(
     kernel = functools.partial(_decode_kernel, scale=scale, config=config)
     grid, order = (slots, kv_heads, splits), ()
     # The rest begin as others end: those with most tokens first, none ends far behind.
+    # A GPU begins programs along the first axis first, so slots are the last one.
     if math.prod(grid) > _AT_ONCE:
         grid, order = grid[::-1], (_longest_first(bounds, kv_lens, slots=slots),)
     partial = pallas_call(
@@ -205,9 +209,8 @@ def _decode_kernel(
     scale: float,
     config: DecodeConfig,
 ):
-    slot, kv_head, split = (pl.program_id(axis) for axis in range(3))
-    if order_ref is not None:
-        slot, split = order_ref[split], slot
+    first, kv_head, last = (pl.program_id(axis) for axis in range(3))
+    slot, split = (first, last) if order_ref is None else (order_ref[last], first)
     rows, heads, _ = q_ref.shape
     _, _, kv_heads, page_size, _ = kv_ref.shape
     seqs, pages_per_seq = table_ref.shape

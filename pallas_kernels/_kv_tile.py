@@ -132,7 +132,9 @@ def attend_block(
 ) -> Sums:
     """Add a tile to each row's running maximum, total of weights and weighted sum.
 
-    Weights are powers of two: `scale` has a factor log2(e).
+    Weights are powers of two: `scale` has a factor log2(e). A total that is kept for
+    each place of a tile is the caller's to add up, once: a sum over the tile stands
+    before the next one's loads.
     """
     top, total, acc = sums
     scores = _dot(q, k, trans_b=True)

@@ -43,18 +43,21 @@ def compiled_once(launcher: Launcher) -> Launcher:
     """Compile a launcher once for all calls outside of `jax.jit` that are alike.
 
     Each launch is a function of its own to JAX, which would trace and compile it every
-    time. Calls that are being traced stay as they are.
+    time. Calls on an array that is being traced stay as they are: what traces them is
+    compiled, and shares nothing with others that saw other constants of a module.
 
     Args:
       launcher: takes arrays, in pytrees too, and what else can be hashed.
     """
 
-    @functools.partial(jax.jit, static_argnums=(0, 1))
-    def compiled(tree: Any, others: tuple[Any, ...], *arrays: Array) -> Any:
+    def launch(tree: Any, others: tuple[Any, ...], *arrays: Array) -> Any:
         left = iter(arrays)
         leaves = [next(left) if leaf is _ARRAY else leaf for leaf in others]
         operands, options = jax.tree.unflatten(tree, leaves)
         return launcher(*operands, **options)
+
+    launch.__name__ = launcher.__name__  # what JAX calls the program
+    compiled = jax.jit(launch, static_argnums=(0, 1))
 
     @functools.wraps(launcher)
     def call(*operands: Any, **options: Any) -> Any:

@@ -205,12 +205,29 @@ def test_wide_decode_needs_no_second_launch():
     assert set(calls) == {"paged_attention_decode"}
 
 
-def test_more_programs_than_run_at_once_take_an_order():
+@pytest.mark.parametrize("x64", [False, True])
+def test_more_programs_than_run_at_once_take_an_order(x64):
     shape = {"heads": 16, "kv_heads": 8, "head_dim": 16, "dtype": "bfloat16"}
     for seqs, first in ((32, "32x16x16xbf16"), (33, "33xi32")):
         batch = make_batch([1] * seqs, [20] * seqs, **shape)
-        calls = lowered_kernels(batch.operands(), max_query_len=1)
+        operands = batch.operands()
+        with jax.enable_x64(x64):
+            calls = lowered_kernels(operands, max_query_len=1)
         assert calls["paged_attention_decode"][0] == first
+
+
+def test_layers_share_an_order():
+    bounds, lens = np.arange(6, dtype=np.int32), np.arange(5, dtype=np.int32)
+
+    @jax.jit
+    def two_layers(bounds, lens):
+        orders = [
+            _attention_decode._longest_first(bounds, lens, slots=5) for _ in range(2)
+        ]
+        return orders[0] * 2 + orders[1]
+
+    text = two_layers.lower(bounds, lens).compile().as_text()
+    assert len(re.findall(r" sort\(", text)) == 1
 
 
 @hypothesis.given(
@@ -276,8 +293,11 @@ of_64 = functools.partial(DecodeConfig, block_kv=64, splits=1)
         # A head's queries alone: two warps where all run at once.
         (4, 32, 9.0, of_64(splits=2)),
         (8, 32, 9.0, of_64(num_warps=2, totals_late=True)),
-        (16, 32, 9.0, of_64(num_stages=4)),
+        (16, 32, 9.0, of_64(num_stages=4, totals_late=True)),
         (32, 32, 9.0, of_64()),
+        # Of more than one a multiprocessor some would wait for another to end.
+        (17, 8, 9.0, of_64(splits=2)),
+        (31, 8, 9.0, of_64(splits=2)),
         # Of less shared memory (an L4, an A100) none takes more.
         (16, 8, 8.9, of_64(splits=2)),
         (16, 8, 8.0, of_64(splits=2)),

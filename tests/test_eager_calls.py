@@ -1,7 +1,5 @@
 """Operations outside of `jax.jit`: as quick the second time, and as good."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,101 +19,65 @@ from punica_jax.pallas_kernels import (
     segment_metadata,
 )
 from tests.attention_cases import make_batch
-from tests.sgmv_cases import TOLERANCE, make_case
+from tests.sgmv_cases import NUMPY_DTYPE, TOLERANCE, make_case
 
-ROWS, HEADS, HEAD_DIM = 4, 2, 16
-SLOTS = jnp.asarray([1, -1, 0, 1], jnp.int32)
+ROWS, HEAD_DIM, D_IN, D_OUT = 4, 16, 64, 96
+SLOTS = [1, -1, 0, 1]
 KERNELS = pytest.param("pallas_triton", marks=pytest.mark.gpu), "pallas_interpret"
+FLOAT32 = "lora", "gradient", "normed", "gated", "rotary"
+# What few rows of 16 bits go by.
+BFLOAT16 = *("linear", "normed", "gated", "rotary"), *("bare gated", "bare rotary")
+WITHOUT_ADAPTERS = (
+    *("segment_metadata", "decode", "prefill"),
+    *("norm", "nucleus", "kth_largest"),
+)
 
 
-@functools.cache
-def adapters(implementation):
-    """Return a case whose modules are gate and up, or three of two heads, and who has
-    which adapter."""
-    width = 3 * HEADS * HEAD_DIM
-    case = make_case(
-        rows=ROWS, ranks=[[16] * 3, [8] * 3], d_in=64, d_outs=(width // 3,) * 3
-    )
-    options = {"num_slots": 2, "implementation": implementation}
-    weight = np.random.default_rng(1).standard_normal((width, 64)) / 8
-    return case, segment_metadata(SLOTS, **options), jnp.asarray(weight, jnp.float32)
-
-
-def two_modules(implementation):
-    case = make_case(rows=ROWS, ranks=[[16] * 2, [8] * 2], d_in=64, d_outs=(48, 48))
-    return (case.pool, adapters(implementation)[1]), jnp.asarray(case.x)
-
-
-def of_rotary(implementation):
-    case, segments, weight = adapters(implementation)
-    angles = jnp.ones((ROWS, HEAD_DIM), jnp.float32)
-    pages = jnp.zeros((2, 1, HEADS, 16, HEAD_DIM), jnp.float32)
-    page, offset = jnp.zeros(ROWS, jnp.int32), jnp.arange(ROWS, dtype=jnp.int32)
-    rotary = (jnp.cos(angles), jnp.sin(angles)), pages, page, offset
-    return lora_rotary(
-        jnp.asarray(case.x),
-        weight,
-        *rotary,
-        (case.pool, segments),
-        implementation=implementation,
-    )
-
-
-def of_lora(implementation, operation):
-    case, segments, weight = adapters(implementation)
+def apply(name, dtype, implementation):
+    """Call an operation on what is the same each time; `bare`, without adapters."""
+    *bare, name = name.split()
+    num_modules = {"gated": 2, "rotary": 3}.get(name, 1)
+    d_outs = (D_OUT // num_modules,) * num_modules
+    ranks = [[16] * num_modules, [8] * num_modules]
+    case = make_case(rows=ROWS, ranks=ranks, d_in=D_IN, d_outs=d_outs, dtype=dtype)
     options = {"implementation": implementation}
+    segments = segment_metadata(SLOTS, num_slots=2, **options)
+    pair = None if bare else (case.pool, segments)
     x, y = jnp.asarray(case.x), jnp.asarray(case.y)
-    pair = case.pool, segments
-    norm = Norm(jnp.ones(y.shape[1]), 1e-5)
-    if operation == "gradient":
-        return jax.grad(lambda x: lora(y, x, *pair, **options).sum())(x)
+    rng = np.random.default_rng(1)
+    weight = rng.standard_normal((D_OUT, D_IN)) / np.sqrt(D_IN)
+    weight = jnp.asarray(weight.astype(NUMPY_DTYPE[dtype]))
+    norm = Norm(jnp.ones(D_OUT, dtype), 1e-5)
+
+    def rotary():
+        heads = d_outs[0] // HEAD_DIM
+        angles = jnp.ones((ROWS, HEAD_DIM), jnp.float32)
+        tables = jnp.cos(angles).astype(dtype), jnp.sin(angles).astype(dtype)
+        pages = jnp.zeros((2, 1, heads, 16, HEAD_DIM), dtype)
+        place = jnp.zeros(ROWS, jnp.int32), jnp.arange(ROWS, dtype=jnp.int32)
+        return lora_rotary(x, weight, tables, pages, *place, pair, **options)
+
+    def attention(query_lens):
+        batch = make_batch(query_lens, [20, 9], heads=2, kv_heads=1)
+        longest = max(query_lens)
+        return paged_attention(*batch.operands(), max_query_len=longest, **options)
+
+    logits = jnp.asarray(rng.standard_normal((2, 300)), jnp.float32)
+    halves = jnp.full(2, 0.5, jnp.float32)
     return {
+        "segment_metadata": lambda: segments,
         "lora": lambda: lora(y, x, *pair, **options),
+        "gradient": lambda: jax.grad(lambda x: lora(y, x, *pair, **options).sum())(x),
         "linear": lambda: lora_linear(x, weight, pair, **options),
         "normed": lambda: lora_normed(x, weight, norm, pair, **options)[0],
+        "gated": lambda: lora_gated(x, weight, pair, **options),
+        "rotary": rotary,
         "norm": lambda: rms_norm(y, norm.weight, eps=1e-5, **options),
-    }[operation]()
-
-
-def of_gated(implementation):
-    pair, x = two_modules(implementation)
-    weight = adapters(implementation)[2]
-    return lora_gated(x, weight, pair, implementation=implementation)
-
-
-def of_attention(implementation, query_lens):
-    batch = make_batch(query_lens, [20, 9], heads=2, kv_heads=1)
-    return paged_attention(
-        *batch.operands(),
-        max_query_len=max(query_lens),
-        implementation=implementation,
-    )
-
-
-def of_limits(implementation, operation):
-    logits = jnp.asarray(np.random.default_rng(2).standard_normal((2, 300)), "float32")
-    options = {"implementation": implementation}
-    if operation == "nucleus":
-        halves = jnp.full(2, 0.5, jnp.float32)
-        return nucleus(logits, halves, halves, **options)
-    return kth_largest(logits, jnp.full(2, 7, jnp.int32), **options)
-
-
-OPERATIONS = {
-    "segment_metadata": lambda own: segment_metadata(
-        [1, -1, 0, 1], num_slots=2, implementation=own
-    ),
-    **{
-        name: functools.partial(of_lora, operation=name)
-        for name in ("lora", "linear", "normed", "norm", "gradient")
-    },
-    "gated": of_gated,
-    "rotary": of_rotary,
-    "decode": functools.partial(of_attention, query_lens=[1, 1]),
-    "prefill": functools.partial(of_attention, query_lens=[17, 1]),
-    "nucleus": functools.partial(of_limits, operation="nucleus"),
-    "kth_largest": functools.partial(of_limits, operation="kth_largest"),
-}
+        "decode": lambda: attention([1, 1]),
+        "prefill": lambda: attention([17, 1]),
+        "nucleus": lambda: nucleus(logits, halves, halves, **options),
+        "kth_largest": lambda: kth_largest(logits, jnp.full(2, 7), **options),
+    }[name]()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -125,16 +87,20 @@ def _interpreter():
 
 
 @pytest.mark.parametrize("implementation", KERNELS)
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_a_second_call_compiles_nothing(name, implementation, compiles):
-    operation = OPERATIONS[name]
-    first = operation(implementation)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [(name, "float32") for name in (*FLOAT32, *WITHOUT_ADAPTERS)]
+    + [(name, "bfloat16") for name in BFLOAT16],
+)
+def test_a_second_call_compiles_nothing(name, dtype, implementation, compiles):
+    first = apply(name, dtype, implementation)
     with compiles:
-        second = operation(implementation)
+        second = apply(name, dtype, implementation)
     assert compiles.count == 0
-    expected = operation("xla")
+    expected = apply(name, dtype, "xla")
     for kernels, again, plain in zip(
         *(jax.tree.leaves(out) for out in (first, second, expected)), strict=True
     ):
         np.testing.assert_array_equal(kernels, again)
-        np.testing.assert_allclose(kernels, plain, **TOLERANCE["float32"])
+        kernels, plain = (np.asarray(out, np.float32) for out in (kernels, plain))
+        np.testing.assert_allclose(kernels, plain, **TOLERANCE[dtype])

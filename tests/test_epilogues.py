@@ -277,12 +277,13 @@ def few_rows(form, slots, implementation, place=lambda pool: pool):
     kv_pages = jnp.zeros((2, rows, width // 128, PAGE_SIZE, 128), jnp.bfloat16)
     row = jnp.arange(rows, dtype=jnp.int32)
     y = jnp.asarray(case.y)
-    operands = jnp.asarray(case.x), no_weight(y, case.x)
+    weight = no_weight(y, case.x)
     options = {"residual": y, "implementation": implementation}
     lora = place(case.pool), segments
     norm = Norm(weight=y[0], eps=1e-5)
 
-    def step():
+    def step(x):
+        operands = x, weight
         if form == "gated":
             return lora_gated(*operands, lora, **options)
         if form == "normed":
@@ -294,7 +295,7 @@ def few_rows(form, slots, implementation, place=lambda pool: pool):
         )
 
     # Anew: what was traced with other blocks is not this.
-    return lambda: jax.jit(lambda: step())()
+    return lambda: jax.jit(lambda x: step(x))(jnp.asarray(case.x))
 
 
 @pytest.mark.parametrize("implementation", [GRID, GPU])

@@ -180,9 +180,9 @@ def test_windows_of_tiles(block_rows, implementation, monkeypatch):
 
     def run():
         interpret = implementation == "pallas_interpret"
-        v = _shrink.shrink(
-            jnp.asarray(case.x), case.pool, segments, interpret=interpret
-        )
+        # Anew: what was compiled with other borders is not this.
+        launch = _shrink.shrink.__wrapped__
+        v = launch(jnp.asarray(case.x), case.pool, segments, interpret=interpret)
         if interpret:  # what is not written is NaN
             np.testing.assert_array_equal(
                 jnp.isnan(v), jnp.broadcast_to(~used, v.shape)

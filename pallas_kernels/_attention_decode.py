@@ -78,7 +78,8 @@ def default_config(
     # One program a multiprocessor with blocks as long as two programs' beats two splits
     # and the launch that adds them: 16 sequences of 512 tokens and 8 kv heads take 11.7
     # us, not 13.2, of 2000 33.6, not 36.0 (H200).
-    if narrow and group > 1 and roomy and 128 <= programs <= multiprocessors():
+    one_each = _AT_ONCE // 2 <= programs <= multiprocessors()
+    if narrow and group > 1 and roomy and one_each:
         return DecodeConfig(block_kv=2 * block_kv, splits=1, totals_late=True)
 
     splits = _num_splits(programs, pl.cdiv(max_kv_len, block_kv))

@@ -36,9 +36,6 @@ def pallas_call(
     )
 
 
-_ARRAY = object()
-
-
 def compiled_once(launcher: Launcher) -> Launcher:
     """Compile a launcher once for all calls outside of `jax.jit` that are alike.
 
@@ -52,7 +49,7 @@ def compiled_once(launcher: Launcher) -> Launcher:
 
     def launch(tree: Any, others: tuple[Any, ...], *arrays: Array) -> Any:
         left = iter(arrays)
-        leaves = [next(left) if leaf is _ARRAY else leaf for leaf in others]
+        leaves = [next(left) if leaf is None else leaf for leaf in others]
         operands, options = jax.tree.unflatten(tree, leaves)
         return launcher(*operands, **options)
 
@@ -62,13 +59,16 @@ def compiled_once(launcher: Launcher) -> Launcher:
     @functools.wraps(launcher)
     def call(*operands: Any, **options: Any) -> Any:
         leaves, tree = jax.tree.flatten((operands, options))
-        arrays = [leaf for leaf in leaves if isinstance(leaf, Array | np.ndarray)]
-        if any(isinstance(array, _LIBRARY.core.Tracer) for array in arrays):
+        if any(isinstance(leaf, _LIBRARY.core.Tracer) for leaf in leaves):
             return launcher(*operands, **options)
-        others = (
-            _ARRAY if isinstance(leaf, Array | np.ndarray) else leaf for leaf in leaves
+        # No leaf is None: to JAX that is structure.
+        others = tuple(
+            None if isinstance(leaf, Array | np.ndarray) else leaf for leaf in leaves
         )
-        return compiled(tree, tuple(others), *arrays)
+        arrays = (
+            leaf for leaf, other in zip(leaves, others, strict=True) if other is None
+        )
+        return compiled(tree, others, *arrays)
 
     return cast(Launcher, call)
 

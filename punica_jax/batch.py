@@ -14,9 +14,11 @@ from jax import Array
 
 from punica_jax.chunk import Chunk
 from punica_jax.models import SeqTable
+from punica_jax.pallas_kernels import MAX_PROJECT_ROWS
 
 _DECODE_ONLY = 1
-_FIRST_BY_TWOS = 2048
+# Up to so many rows a step's time is mostly the weights'.
+_MANY_ROWS = 256
 # Rows of one program for prompts' log-probabilities: 33 MB of logits at a vocabulary
 # of 128k.
 BLOCK_ROWS = 64
@@ -46,19 +48,19 @@ class Buckets:
     """The one place that chooses padded sizes.
 
     Decode takes 1, 4, 16 and so on up to `max_seqs` sequences; a decode step's time
-    is the weights', which padding does not read twice. Prefill takes 32, 128 and so on
-    up to `max_rows` rows, beyond 2048, where time is the rows', by twos; with
-    `max_seqs` sequences, the fewest rows also with 1: of more rows, what a lone prompt
-    does not use costs little beside them. Its logits come in shapes that decode has
-    too, so that what draws from them needs no further programs. At defaults (32
-    sequences, 2048 rows) these are 9 programs.
+    is the weights', which padding does not read twice. Prefill takes 64 rows, whose
+    layers have fewer launches than those of more; 256, of which the same is true as of
+    decode; and from there on, where time is the rows', by twos up to `max_rows`. It
+    takes as many sequences as its rows can be, in numbers that decode has too, so that
+    what draws from its logits needs no further programs. At defaults (32 sequences,
+    2048 rows) these are 9 programs.
     """
 
     def __init__(self, max_seqs: int, max_rows: int):
         self.max_rows = max_rows
-        self._max_seqs = max_seqs
-        self._decode_seqs = _ladder(1, max_seqs)
-        self._prefill_rows = _ladder(32, max_rows)
+        self._decode_seqs = _ladder(1, max_seqs, factor=4)
+        few = [MAX_PROJECT_ROWS] if MAX_PROJECT_ROWS < max_rows else []
+        self._prefill_rows = [*few, *_ladder(_MANY_ROWS, max_rows, factor=2)]
 
     def choose(self, num_rows: int, num_seqs: int) -> Bucket:
         """Return the least bucket that holds `num_rows` rows of `num_seqs` sequences.
@@ -68,8 +70,7 @@ class Buckets:
         if num_rows == num_seqs:
             seqs = _least(self._decode_seqs, num_seqs)
             return Bucket(seqs, seqs, _DECODE_ONLY)
-        rows = _least(self._prefill_rows, num_rows)
-        return Bucket(rows, _least(self._prefill_seqs(rows), num_seqs), rows)
+        return self._prefill(_least(self._prefill_rows, num_rows))
 
     def of(self, chunks: Sequence[Chunk]) -> Bucket:
         """Return the least bucket that holds `chunks`."""
@@ -80,20 +81,19 @@ class Buckets:
         for seqs in self._decode_seqs:
             yield Bucket(seqs, seqs, _DECODE_ONLY)
         for rows in self._prefill_rows:
-            for seqs in self._prefill_seqs(rows):
-                yield Bucket(rows, seqs, rows)
+            yield self._prefill(rows)
 
-    def _prefill_seqs(self, rows: int) -> list[int]:
-        alone = {1} if rows == self._prefill_rows[0] else set()
-        return sorted(alone | {self._max_seqs})
+    def _prefill(self, rows: int) -> Bucket:
+        seqs = _least(self._decode_seqs, min(rows, self._decode_seqs[-1]))
+        return Bucket(rows, seqs, rows)
 
 
-def _ladder(least: int, most: int) -> list[int]:
-    """Return `least`, what comes of it by fours, from 2048 on by twos, and `most`."""
+def _ladder(least: int, most: int, *, factor: int) -> list[int]:
+    """Return `least`, its multiples by powers of `factor` below `most`, and `most`."""
     sizes = []
     while least < most:
         sizes.append(least)
-        least *= 4 if least < _FIRST_BY_TWOS else 2
+        least *= factor
     return [*sizes, most]
 
 

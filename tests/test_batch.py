@@ -61,7 +61,27 @@ def test_every_choice_is_listed_and_large_enough(max_seqs, max_rows, data):
     assert bucket.rows >= rows and bucket.seqs >= seqs
     # Where a step's time is its rows', at most half of them are padding.
     assert bucket.rows < 2 * rows or rows <= 2048
+    assert bucket.rows < 2 * rows or bucket.rows <= 256
     assert (bucket.max_query_len == 1) == (rows == seqs)
+
+
+@pytest.mark.parametrize(
+    ("max_seqs", "max_rows", "expected"),
+    [
+        (32, 2048, [(64, 32), (256, 32), (512, 32), (1024, 32), (2048, 32)]),
+        (256, 300, [(64, 64), (256, 256), (300, 256)]),
+        (100, 100, [(64, 64), (100, 100)]),
+        (1, 64, [(64, 1)]),
+        (4, 8, [(8, 4)]),
+    ],
+)
+def test_prefill_sizes(max_seqs, max_rows, expected):
+    buckets = list(Buckets(max_seqs, max_rows))
+    assert [bucket[:2] for bucket in buckets if bucket.max_query_len > 1] == expected
+    # What draws from a decode step's logits draws from a prefill's, too.
+    decodes = {bucket.seqs for bucket in buckets if bucket.max_query_len == 1}
+    assert {seqs for _, seqs in expected} <= decodes
+    assert len(set(buckets)) == len(buckets)
 
 
 def test_launches_overlap_where_shrinks_are_launches_of_their_own():

@@ -14,11 +14,11 @@ from jax import Array
 
 from punica_jax.chunk import Chunk
 from punica_jax.models import SeqTable
-from punica_jax.pallas_kernels import MAX_PROJECT_ROWS
 
 _DECODE_ONLY = 1
-# Up to so many rows a step's time is mostly the weights'.
-_MANY_ROWS = 256
+# Up to so many rows a GPU's kernels have fewer launches (their `MAX_PROJECT_ROWS`).
+_FEW_ROWS = 64
+_FIRST_BY_TWOS = 256
 # Rows of one program for prompts' log-probabilities: 33 MB of logits at a vocabulary
 # of 128k.
 BLOCK_ROWS = 64
@@ -47,20 +47,19 @@ class Bucket(NamedTuple):
 class Buckets:
     """The one place that chooses padded sizes.
 
-    Decode takes 1, 4, 16 and so on up to `max_seqs` sequences; a decode step's time
-    is the weights', which padding does not read twice. Prefill takes 64 rows, whose
-    layers have fewer launches than those of more; 256, of which the same is true as of
-    decode; and from there on, where time is the rows', by twos up to `max_rows`. It
-    takes as many sequences as its rows can be, in numbers that decode has too, so that
+    Decode takes 1, 4, 16 and so on up to `max_seqs` sequences: a step's time is the
+    weights' at first, which padding does not read twice. Beyond 256, where it is the
+    rows', sizes go by twos. Prefill takes 64, 128, 512, 1024 and so on up to `max_rows`
+    rows, with the least of decode's numbers of sequences that such rows can be, so that
     what draws from its logits needs no further programs. At defaults (32 sequences,
     2048 rows) these are 9 programs.
     """
 
     def __init__(self, max_seqs: int, max_rows: int):
         self.max_rows = max_rows
-        self._decode_seqs = _ladder(1, max_seqs, factor=4)
-        few = [MAX_PROJECT_ROWS] if MAX_PROJECT_ROWS < max_rows else []
-        self._prefill_rows = [*few, *_ladder(_MANY_ROWS, max_rows, factor=2)]
+        self._max_seqs = max_seqs
+        self._decode_seqs = _ladder([1], max_seqs)
+        self._prefill_rows = _ladder([_FEW_ROWS, 2 * _FEW_ROWS], max_rows)
 
     def choose(self, num_rows: int, num_seqs: int) -> Bucket:
         """Return the least bucket that holds `num_rows` rows of `num_seqs` sequences.
@@ -84,17 +83,16 @@ class Buckets:
             yield self._prefill(rows)
 
     def _prefill(self, rows: int) -> Bucket:
-        seqs = _least(self._decode_seqs, min(rows, self._decode_seqs[-1]))
+        seqs = _least(self._decode_seqs, min(rows, self._max_seqs))
         return Bucket(rows, seqs, rows)
 
 
-def _ladder(least: int, most: int, *, factor: int) -> list[int]:
-    """Return `least`, its multiples by powers of `factor` below `most`, and `most`."""
-    sizes = []
-    while least < most:
-        sizes.append(least)
-        least *= factor
-    return [*sizes, most]
+def _ladder(first: Sequence[int], most: int) -> list[int]:
+    """Return what comes of `first` by fours, from 256 on by twos, and `most`."""
+    sizes = list(first)
+    while sizes[-1] < most:
+        sizes.append(sizes[-1] * (4 if sizes[-1] < _FIRST_BY_TWOS else 2))
+    return [*(size for size in sizes if size < most), most]
 
 
 def _least(sizes: Sequence[int], needed: int) -> int:

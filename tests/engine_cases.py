@@ -112,8 +112,8 @@ class Alone:
             init = functools.partialmethod(base_model.BaseModel.__init__, num_spare=1)
             patch.setattr(base_model.BaseModel, "__init__", init)
             self._llm = pj.LLM(root / "model", **sizes)
-        # As many rows a step as the engine has: no further programs.
-        self._llm._loop._buckets = Buckets(4, 32)
+        # Not the engine's size of a prefill: its rows do not depend on that.
+        self._llm._loop._buckets = Buckets(4, 40)
 
     def __call__(
         self,

@@ -19,7 +19,7 @@ from punica_jax.pallas_kernels import (
     segment_metadata,
 )
 from tests.attention_cases import make_batch
-from tests.sgmv_cases import NUMPY_DTYPE, TOLERANCE, make_case
+from tests.sgmv_cases import NUMPY_DTYPE, TOLERANCE, make_case, rarely
 
 ROWS, HEAD_DIM, D_IN, D_OUT = 4, 16, 64, 96
 SLOTS = [1, -1, 0, 1]
@@ -30,6 +30,11 @@ BFLOAT16 = *("linear", "normed", "gated", "rotary"), *("bare gated", "bare rotar
 WITHOUT_ADAPTERS = (
     *("segment_metadata", "decode", "prefill"),
     *("norm", "nucleus", "kth_largest"),
+)
+# Whatever the kernel, the same function calls it.
+OFTEN = (
+    *(("lora", "float32"), ("gradient", "float32"), ("normed", "bfloat16")),
+    *(("segment_metadata", "float32"), ("prefill", "float32")),
 )
 
 
@@ -89,8 +94,14 @@ def _interpreter():
 @pytest.mark.parametrize("implementation", KERNELS)
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [(name, "float32") for name in (*FLOAT32, *WITHOUT_ADAPTERS)]
-    + [(name, "bfloat16") for name in BFLOAT16],
+    [
+        (name, dtype) if (name, dtype) in OFTEN else rarely(name, dtype)
+        for names, dtype in (
+            ((*FLOAT32, *WITHOUT_ADAPTERS), "float32"),
+            (BFLOAT16, "bfloat16"),
+        )
+        for name in names
+    ],
 )
 def test_a_second_call_compiles_nothing(name, dtype, implementation, compiles):
     first = apply(name, dtype, implementation)

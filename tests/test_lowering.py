@@ -232,8 +232,7 @@ def whole_step(form):
         tokens=array.array("i", [1] * rows), kv_len=rows, pages=[0, 1], slot=0
     )
     chunks = [chunk] * 5
-    buckets = Buckets(16, 128 if form == "short prefill" else 256)
-    batch = Batch.of(chunks, buckets.of(chunks), pages_per_seq=2)
+    batch = Batch.of(chunks, Buckets(16, 256).of(chunks), pages_per_seq=2)
     step = functools.partial(run_step, implementation="pallas_triton")
     return step, (model, cache, pools, batch)
 

@@ -202,7 +202,7 @@ def outside(monkeypatch):
     # further pages at a time, and fewer at last.
     [
         (8, 3),
-        (13, 5),
+        rarely(13, 5),
         rarely(8, 1),
         rarely(9, 2),
         rarely(37, 2),

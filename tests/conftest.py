@@ -5,8 +5,13 @@ import itertools
 import os
 import pathlib
 
+import hypothesis
 import jax
 import pytest
+
+# A first example compiles; and a machine may stand still for longer than 0.2 s.
+hypothesis.settings.register_profile("unhurried", deadline=None)
+hypothesis.settings.load_profile("unhurried")
 
 # Programs are traced of millions of small objects, which all go by themselves: looking
 # for those that do not took 7 % of the time. Were it more, tests of memory would find

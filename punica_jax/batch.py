@@ -14,10 +14,9 @@ from jax import Array
 
 from punica_jax.chunk import Chunk
 from punica_jax.models import SeqTable
+from punica_jax.pallas_kernels import MAX_PROJECT_ROWS
 
 _DECODE_ONLY = 1
-# Up to so many rows a GPU's kernels have fewer launches (their `MAX_PROJECT_ROWS`).
-_FEW_ROWS = 64
 _FIRST_BY_TWOS = 256
 # Rows of one program for prompts' log-probabilities: 33 MB of logits at a vocabulary
 # of 128k.
@@ -59,7 +58,8 @@ class Buckets:
         self.max_rows = max_rows
         self._max_seqs = max_seqs
         self._decode_seqs = _ladder([1], max_seqs)
-        self._prefill_rows = _ladder([_FEW_ROWS, 2 * _FEW_ROWS], max_rows)
+        # Layers of the fewest rows have fewer launches on a GPU.
+        self._prefill_rows = _ladder([MAX_PROJECT_ROWS, 128], max_rows)
 
     def choose(self, num_rows: int, num_seqs: int) -> Bucket:
         """Return the least bucket that holds `num_rows` rows of `num_seqs` sequences.

@@ -112,13 +112,11 @@ class AnySequence(RuleBasedStateMachine):
 
 
 TestAnySequence = AnySequence.TestCase
-TestAnySequence.settings = settings(
-    max_examples=60, stateful_step_count=25, deadline=None
-)
+TestAnySequence.settings = settings(max_examples=60, stateful_step_count=25)
 
 
 @given(st.lists(st.tuples(NAMES, PAGES, st.booleans()), max_size=20))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_no_page_has_two_owners(steps):
     adapters = table(num_slots=5, qkv=20, o=15)
     for name, pages, keep in steps:

@@ -75,7 +75,7 @@ window_table = jax.jit(_attention_warpgroups._window_table, static_argnames="row
     most=st.sampled_from([8, 40, 304, 2056, 6304]),
     many=st.booleans(),
 )
-@hypothesis.settings(max_examples=60, deadline=None)
+@hypothesis.settings(max_examples=60)
 def test_windows_hold_each_row_once(lengths, most, many):
     # Few numbers of sequences and rows: each makes a program.
     rows = _attention_warpgroups._EVEN_ROWS if many else most
@@ -234,7 +234,7 @@ def test_layers_share_an_order():
     live=st.lists(st.booleans(), min_size=5, max_size=5),
     lengths=st.lists(st.integers(1, 50), min_size=5, max_size=5),
 )
-@hypothesis.settings(max_examples=60, deadline=None)
+@hypothesis.settings(max_examples=60)
 def test_the_longest_are_first_and_idle_slots_last(live, lengths):
     bounds = np.cumsum([0, *live]).astype(np.int32)
     order = _attention_decode._longest_first(bounds, np.int32(lengths), slots=8)

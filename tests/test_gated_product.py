@@ -49,7 +49,7 @@ slots_of_all = jax.jit(slots_of_windows)
     ),
     shuffled=st.booleans(),
 )
-@hypothesis.settings(max_examples=80, deadline=None)
+@hypothesis.settings(max_examples=80)
 def test_windows_have_the_slots_of_their_rows(runs, shuffled):
     slots = slots_of(runs)
     if shuffled:

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from punica_jax.models import (
@@ -293,7 +293,6 @@ def test_gradient_of_the_dense_form(tokens):
 # The cache
 
 
-@settings(deadline=None)  # the first example compiles
 @given(
     lens=st.lists(st.integers(0, 5), min_size=6, max_size=6),
     past=st.lists(st.integers(0, 40), min_size=6, max_size=6),

@@ -136,7 +136,7 @@ class PagesMachine(RuleBasedStateMachine):
 
 
 TestPages = PagesMachine.TestCase
-TestPages.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestPages.settings = settings(max_examples=100, stateful_step_count=40)
 
 
 def test_more_than_there_is_cannot_be_taken():

@@ -130,7 +130,7 @@ class PolicyMachine(RuleBasedStateMachine):
 
 
 TestPolicies = PolicyMachine.TestCase
-TestPolicies.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestPolicies.settings = settings(max_examples=60, stateful_step_count=30)
 
 
 class TestLatencyTargets:

@@ -305,7 +305,7 @@ def pool_struct(d_in, d_outs, max_pages):
     d_out=st.integers(16, 3600).map(lambda n: 16 * n),
     gated=st.booleans(),
 )
-@hypothesis.settings(max_examples=200, deadline=None)
+@hypothesis.settings(max_examples=200)
 def test_programs_cover_all_columns_within_their_memory(rows, d_in, d_out, gated):
     x, weight = struct(rows, d_in), struct(d_out, d_in)
     cut = ProjectCut.of(x, weight, None, gated=gated)
@@ -384,7 +384,7 @@ MOST_PIECES = 4096
     d_in=st.sampled_from([128, 1280, 4096, 14336]),
     num_programs=st.sampled_from([7, 132]),
 )
-@hypothesis.settings(max_examples=60, deadline=None)
+@hypothesis.settings(max_examples=60)
 def test_each_page_of_an_adapter_is_of_one_piece(
     slots, modules, max_pages, d_in, num_programs
 ):

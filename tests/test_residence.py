@@ -1528,6 +1528,4 @@ class AnySequence(RuleBasedStateMachine):
 
 
 TestAnySequence = AnySequence.TestCase
-TestAnySequence.settings = settings(
-    max_examples=80, stateful_step_count=40, deadline=None
-)
+TestAnySequence.settings = settings(max_examples=80, stateful_step_count=40)

@@ -66,7 +66,7 @@ def test_metadata(implementation, rows, num_slots):
 
 
 @given(data=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_metadata_property(data):
     slots = np.asarray(
         data.draw(st.lists(st.integers(-1, 4), min_size=40, max_size=40)), np.int32

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
@@ -104,7 +104,6 @@ def test_keys_are_ordered_as_values(values):
     assert keys.min() > LEAST_KEY
 
 
-@settings(deadline=None)
 @given(values=ROWS, k=st.integers(1, WIDTH))
 def test_kth_largest_is_that_of_sorting(values, k):
     keys = np.asarray(_keys(values))
@@ -138,7 +137,6 @@ def test_what_is_off_cuts_nothing(implementation):
     assert found[5] == keys[5, -1] and LEAST_KEY < found[3] <= keys[3, -1]
 
 
-@settings(deadline=None)
 @given(
     # Of two values, one weighs 1 and one nothing: every sum is exact.
     heavy=arrays(bool, (2, WIDTH)),

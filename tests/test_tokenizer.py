@@ -199,7 +199,7 @@ def _save(path, tokenizer, **files):
 
 class TestStreaming:
     @pytest.mark.parametrize("kind", KINDS)
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=60)
     @given(data=st.data())
     def test_random_tokens_join_to_the_whole_decode(self, kind, data):
         tokenizer = _tokenizer(kind)
@@ -208,7 +208,7 @@ class TestStreaming:
         _check_stream(tokenizer, ids)
 
     @pytest.mark.parametrize("kind", ["byte_level", "sentencepiece"])
-    @settings(max_examples=150, deadline=None)
+    @settings(max_examples=150)
     @given(data=st.binary(max_size=16))
     @example(data=b"\xe2\x82\xac")
     @example(data=b"\xe2\x82")
@@ -219,7 +219,7 @@ class TestStreaming:
         _check_stream(tokenizer, _byte_ids(kind, data))
 
     @pytest.mark.parametrize("kind", ["byte_level", "sentencepiece"])
-    @settings(max_examples=100, deadline=None)
+    @settings(max_examples=100)
     @given(text=st.text(max_size=24))
     @example(text="  two  spaces ")
     @example(text="👩‍👩‍👧 नमस्ते 你好")
@@ -267,7 +267,7 @@ class TestStreaming:
         assert "".join(_stream(tokenizer, again)) == "the dog the dog"
 
     @pytest.mark.parametrize("kind", KINDS)
-    @settings(max_examples=30, deadline=None)
+    @settings(max_examples=30)
     @given(text=st.sampled_from(TEXT), cut=st.integers(0, 40))
     def test_after_a_prompt_text_goes_on(self, kind, text, cut):
         tokenizer = _tokenizer(kind)
@@ -313,7 +313,7 @@ class TestStreaming:
 
 class TestWhole:
     @pytest.mark.parametrize("kind", ["byte_level", "sentencepiece"])
-    @settings(max_examples=50, deadline=None)
+    @settings(max_examples=50)
     @given(text=st.text(alphabet=st.characters(exclude_categories=["Cs"])))
     def test_decode_undoes_encode(self, kind, text):
         tokenizer = _tokenizer(kind)

@@ -48,7 +48,6 @@ def test_drawn_cases(family, num_layers, make_reference, prompts_of, quick_compi
     # Not shrunk: every smaller case that it tried would compile again, for minutes.
     @settings(
         max_examples=NUM_CASES,
-        deadline=None,
         database=None,
         print_blob=True,
         phases=[Phase.generate],

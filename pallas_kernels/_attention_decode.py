@@ -182,9 +182,9 @@ def _longest_first(bounds: Array, kv_lens: Array, *, slots: int) -> Array:
     return lax.sort_key_val(-tokens, jnp.arange(slots, dtype=jnp.int32))[1]
 
 
-def _row_of_slot(
-    bounds_ref,  # i32[seqs + 1]
-    slot: Array,  # i32[]
+def row_of_slot(
+    bounds,  # i32[seqs + 1], or a ref of it
+    slot: Array,  # i32[] or i32[n]
 ) -> tuple[Array, Array]:
     """The slot's row, and whether it belongs to a sequence.
 
@@ -192,10 +192,10 @@ def _row_of_slot(
     has one row, so `bounds[slot]` counts those before, and the rest before are idle.
     An idle slot left over gets a row past the end.
     """
-    seqs = bounds_ref.shape[0] - 1
-    first = bounds_ref[jnp.minimum(slot, seqs)]
-    live = bounds_ref[jnp.minimum(slot + 1, seqs)] > first
-    return jnp.where(live, first, bounds_ref[seqs] + slot - first), live
+    seqs = bounds.shape[0] - 1
+    first = bounds[jnp.minimum(slot, seqs)]
+    live = bounds[jnp.minimum(slot + 1, seqs)] > first
+    return jnp.where(live, first, bounds[seqs] + slot - first), live
 
 
 def _decode_kernel(
@@ -217,7 +217,7 @@ def _decode_kernel(
     seqs, pages_per_seq = table_ref.shape
     group, block_kv = heads // kv_heads, config.block_kv
 
-    row, live = _row_of_slot(bounds_ref, slot)
+    row, live = row_of_slot(bounds_ref, slot)
     seq = jnp.minimum(slot, seqs - 1)
     kv_len = jnp.minimum(lens_ref[seq], pages_per_seq * page_size)
     kv_len = jnp.where(live, kv_len, 0)
@@ -229,14 +229,49 @@ def _decode_kernel(
     lane = jnp.arange(padded(group), dtype=jnp.int32)
     head = kv_head * group + lane
     q = load_rows(q_ref, row, head, (lane < group) & (row < rows))
+    top, total, acc = attend_blocks(
+        q,
+        kv_ref,
+        table_ref,
+        seq,
+        kv_head,
+        kv_len,
+        (lower, upper),
+        scale=scale,
+        config=config,
+    )
+    if not stats_refs:
+        acc = acc / jnp.where(total > 0, total, 1.0)[:, None]
+        store_rows(out_ref, row, head, (lane < group) & (row < rows), acc)
+        return
+    part = slot * config.splits + split
+    for ref, value in zip(stats_refs, (top, total), strict=True):
+        plgpu.store(ref.at[part, head], value, mask=lane < group)
+    # The sums of a split without tokens are never read.
+    store_rows(out_ref, part, head, (lane < group) & (lower < upper), acc)
 
+
+def attend_blocks(
+    q: Array,  # [padded(group), padded(head_dim)]
+    kv_ref,  # [2, pages, kv_heads, page_size, head_dim]
+    table_ref,  # i32[seqs, pages_per_seq]
+    seq: Array,  # i32[]
+    kv_head: Array,  # i32[]
+    kv_len: Array,  # i32[]
+    blocks: tuple[Array, Array],  # i32[]: the first, and the one after the last
+    *,
+    scale: float,
+    config: DecodeConfig,
+) -> tuple[Array, Array, Array]:
+    """Attend to some blocks of a sequence: maximum, total and weighted sum a query."""
+    block_kv = config.block_kv
     page_ids_at = functools.partial(
         load_page_ids,
         table_ref,
         seq,
         end=kv_len,
         block_kv=block_kv,
-        page_size=page_size,
+        page_size=kv_ref.shape[3],
     )
 
     def body(block, carry):
@@ -252,20 +287,11 @@ def _decode_kernel(
         state = attend_block(q, k, v, seen[None, :], scale * math.log2(math.e), state)
         return page_ids_at(start + block_kv), state
 
+    lower, upper = blocks
     state = empty_sums(q, block_kv if config.totals_late else None)
     _, state = lax.fori_loop(lower, upper, body, (page_ids_at(lower * block_kv), state))
     top, total, acc = state
-    if config.totals_late:
-        total = total.sum(axis=1)
-    if not stats_refs:
-        acc = acc / jnp.where(total > 0, total, 1.0)[:, None]
-        store_rows(out_ref, row, head, (lane < group) & (row < rows), acc)
-        return
-    part = slot * config.splits + split
-    for ref, value in zip(stats_refs, (top, total), strict=True):
-        plgpu.store(ref.at[part, head], value, mask=lane < group)
-    # The sums of a split without tokens are never read.
-    store_rows(out_ref, part, head, (lane < group) & (lower < upper), acc)
+    return top, total.sum(axis=1) if config.totals_late else total, acc
 
 
 def _combine_kernel(
@@ -278,13 +304,32 @@ def _combine_kernel(
     splits: int,
 ):
     slot, head = pl.program_id(0), pl.program_id(1)
-    row, _ = _row_of_slot(bounds_ref, slot)
+    row, _ = row_of_slot(bounds_ref, slot)
     part = slot * splits + jnp.arange(splits, dtype=jnp.int32)
-    tops = tops_ref[part, head]
-    totals = totals_ref[part, head]
+    add_up(sums_ref, tops_ref, totals_ref, out_ref, part, None, row, head)
+
+
+def add_up(
+    sums_ref,  # f32[n, heads, head_dim]
+    tops_ref,  # f32[n, heads]
+    totals_ref,  # f32[n, heads]
+    out_ref,  # [rows, heads, head_dim]
+    part: Array,  # i32[parts]
+    there: Array | None,  # bool[parts]; None if all are
+    row: Array,  # i32[]
+    head: Array,  # i32[]
+) -> None:
+    """Add up what a query has of its sequence's parts, each at its `part` of `n`."""
+    tops, totals = (
+        plgpu.load(ref.at[part, head], mask=there, other=other)
+        for ref, other in (
+            (tops_ref, None if there is None else jnp.finfo(jnp.float32).min),
+            (totals_ref, None if there is None else 0.0),
+        )
+    )
     weights = jnp.exp2(tops - tops.max(axis=0))
     total = (totals * weights).sum(axis=0)
-    sums = load_rows(sums_ref, part, jnp.full((splits,), head), totals > 0)
+    sums = load_rows(sums_ref, part, jnp.broadcast_to(head, part.shape), totals > 0)
     out = (sums * weights[:, None]).sum(axis=0) / jnp.where(total > 0, total, 1.0)
     index = jnp.arange(out.shape[0], dtype=jnp.int32)
     mask = (index < out_ref.shape[-1]) & (row < out_ref.shape[0])

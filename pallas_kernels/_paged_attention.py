@@ -13,6 +13,7 @@ from jaxtyping import Float, Int32
 
 from punica_jax.pallas_kernels import _attention_reference
 from punica_jax.pallas_kernels._attention_decode import decode_attention
+from punica_jax.pallas_kernels._attention_parts import parts_attention, parts_config
 from punica_jax.pallas_kernels._attention_prefill import prefill_attention
 from punica_jax.pallas_kernels._attention_warpgroups import fits, warpgroup_attention
 from punica_jax.pallas_kernels._dispatch import resolve
@@ -85,6 +86,11 @@ def paged_attention(
         )
     interpret = implementation == "pallas_interpret"
     if max_query_len == 1:
+        parts = parts_config(q, kv_pages, page_table)
+        if parts is not None:
+            return parts_attention(
+                *operands, scale=scale, config=parts, interpret=interpret
+            )
         return decode_attention(*operands, scale=scale, interpret=interpret)
     if not interpret and fits(q, kv_pages, max_query_len):
         return warpgroup_attention(*operands, scale=scale)

@@ -22,12 +22,18 @@ from jax import Array
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.attention_configs import decode_configs, prefill_configs
 from benchmarks.device_time import PEAK_BYTES_PER_S
 from benchmarks.provenance import Log
 from benchmarks.timeline import record
 from punica_jax.pallas_kernels import _attention_reference, resolve
 from punica_jax.pallas_kernels._attention_decode import DecodeConfig, decode_attention
 from punica_jax.pallas_kernels._attention_decode import default_config as decode_config
+from punica_jax.pallas_kernels._attention_parts import (
+    PartsConfig,
+    parts_attention,
+    parts_config,
+)
 from punica_jax.pallas_kernels._attention_prefill import (
     PrefillConfig,
     prefill_attention,
@@ -42,13 +48,16 @@ PEAK_FLOPS_PER_S = 0.79e15
 COLD_BYTES = 256e6
 
 Operands = tuple[Array, ...]
-Config = DecodeConfig | PrefillConfig
+Config = DecodeConfig | PartsConfig | PrefillConfig
 Step = Callable[[Sequence[Operands]], list[Array]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One shape. Each of `seqs` sequences has `query_len` rows and `kv_len` tokens."""
+    """One shape. Each of `seqs` sequences has `query_len` rows and `kv_len` tokens.
+
+    But for the first `num_long`, which have `long_len` tokens.
+    """
 
     name: str
     seqs: int
@@ -58,6 +67,13 @@ class Case:
     kv_heads: int
     head_dim: int
     page_size: int = 64
+    num_long: int = 0
+    long_len: int = 0
+
+    @property
+    def kv_lens(self) -> list[int]:
+        lens = [self.long_len] * self.num_long
+        return lens + [self.kv_len] * (self.seqs - self.num_long)
 
     @property
     def rows(self) -> int:
@@ -65,12 +81,12 @@ class Case:
 
     @property
     def pages_per_seq(self) -> int:
-        return -(-self.kv_len // self.page_size)
+        return -(-max(self.kv_lens) // self.page_size)
 
     @property
     def num_bytes(self) -> int:
         """Least traffic: each key, value, query and output once, in bfloat16."""
-        cache = 2 * self.seqs * self.kv_len * self.kv_heads
+        cache = 2 * sum(self.kv_lens) * self.kv_heads
         return 2 * self.head_dim * (cache + 2 * self.rows * self.heads)
 
     @property
@@ -80,8 +96,8 @@ class Case:
 
     @property
     def num_flops(self) -> int:
-        seen = self.query_len * (2 * self.kv_len - self.query_len + 1) // 2
-        return 4 * self.head_dim * self.heads * self.seqs * seen
+        seen = sum(2 * kv_len - self.query_len + 1 for kv_len in self.kv_lens)
+        return 4 * self.head_dim * self.heads * (self.query_len * seen // 2)
 
     @property
     def floor_s(self) -> float:
@@ -92,7 +108,7 @@ def cases_of(shape: ModelShape) -> list[Case]:
     """Return sequences that decode, by tokens of each, and whole prompts."""
     decode = {512: (1, 8, 32, 64, 128), 500: (32,), 4096: (1, 16, 32)}
     sizes = [(seqs, 1, kv_len) for kv_len, many in decode.items() for seqs in many]
-    return [
+    cases = [
         Case(
             name=f"{shape.name.lower()}-{seqs}x{query_len}-{kv_len}",
             seqs=seqs,
@@ -104,6 +120,9 @@ def cases_of(shape: ModelShape) -> list[Case]:
         )
         for seqs, query_len, kv_len in [*sizes, (1, 2048, 2048), (4, 512, 512)]
     ]
+    [many] = [one for one in cases if one.name.endswith("-32x1-500")]
+    name = f"{many.name}-2x8189"
+    return [*cases, dataclasses.replace(many, name=name, num_long=2, long_len=8189)]
 
 
 CASES = [case for shape in MODEL_SHAPES.values() for case in cases_of(shape)]
@@ -120,11 +139,14 @@ def make_operands(case: Case, seed: int) -> Operands:
         jax.random.normal(kv_key, shape, jnp.bfloat16),
         jnp.asarray(table.reshape(case.seqs, case.pages_per_seq)),
         jnp.arange(case.seqs + 1, dtype=jnp.int32) * case.query_len,
-        jnp.full((case.seqs,), case.kv_len, jnp.int32),
+        jnp.asarray(case.kv_lens, jnp.int32),
     )
 
 
 def default_config(case: Case) -> Config:
+    parts = parts_config(*jax.eval_shape(lambda: make_operands(case, 0))[:3])
+    if case.query_len == 1 and parts is not None:
+        return parts
     group = case.heads // case.kv_heads
     if case.query_len > 1:
         return prefill_config(
@@ -145,52 +167,11 @@ def default_config(case: Case) -> Config:
 
 def sweep_configs(case: Case) -> list[Config]:
     """Configurations worth trying; the default comes first."""
-    configs: list[Config] = [default_config(case)]
-    group = case.heads // case.kv_heads
     if case.query_len > 1:
-        configs += [
-            PrefillConfig(
-                block_rows=tile_rows // group,
-                block_kv=block_kv,
-                num_warps=num_warps,
-                num_stages=num_stages,
-            )
-            for tile_rows, block_kv, num_warps, num_stages in (
-                (128, 64, 8, 2),
-                (128, 64, 8, 3),
-                (128, 128, 8, 2),
-                (128, 32, 8, 3),
-                (64, 64, 4, 2),
-                (64, 64, 4, 3),
-                (64, 32, 4, 2),
-                (64, 32, 4, 3),
-                (64, 32, 4, 4),
-            )
-        ]
-        return configs
-    # Fewer programs leave the device idle, more only add to what is combined.
-    programs = case.seqs * case.kv_heads
-    most = min(32, case.kv_len // 32)
-    splits = [n for n in (1, 2, 4, 8, 16, 32) if n <= most]
-    splits = [n for n in splits if 200 <= programs * n <= 2048] or [
-        1 if programs > 2048 else most
-    ]
-    return configs + [
-        DecodeConfig(
-            block_kv=block_kv,
-            splits=num_splits,
-            num_warps=num_warps,
-            num_stages=num_stages,
-            totals_late=totals_late,
-        )
-        for num_splits in splits
-        for block_kv, num_warps, num_stages in (
-            *((128, 4, 2), (128, 4, 3)),
-            *((64, 4, 2), (64, 4, 3), (64, 4, 4), (64, 2, 3), (64, 2, 4)),
-            *((32, 4, 2), (32, 4, 3), (32, 2, 3), (32, 1, 3)),
-        )
-        for totals_late in (False, True)
-    ]
+        others = prefill_configs(case.heads // case.kv_heads)
+    else:
+        others = decode_configs(case.seqs * case.kv_heads, case.kv_len)
+    return [default_config(case), *others]
 
 
 def attend(case: Case, config: Config, operands: Operands) -> Array:
@@ -201,6 +182,8 @@ def attend(case: Case, config: Config, operands: Operands) -> Array:
     }
     if isinstance(config, DecodeConfig):
         return decode_attention(*operands, **options)
+    if isinstance(config, PartsConfig):
+        return parts_attention(*operands, **options)
     return prefill_attention(*operands, max_query_len=case.query_len, **options)
 
 
@@ -280,6 +263,8 @@ def report(
             "seqs": case.seqs,
             "query_len": case.query_len,
             "kv_len": case.kv_len,
+            "num_long": case.num_long,
+            "long_len": case.long_len,
             "config": describe(config),
             "us": seconds * 1e6,
             "kernels_us": {name: s * 1e6 for name, s in kernels_s.items()},
@@ -306,6 +291,7 @@ def table_of(records: Sequence[dict[str, Any]]) -> Table:
 
 def describe(config: Config) -> str:
     fields = dataclasses.asdict(config)
+    fields |= fields.pop("decode", {})  # of a long sequence's parts
     return " ".join(f"{name}={int(value)}" for name, value in fields.items())
 
 

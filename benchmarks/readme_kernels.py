@@ -155,7 +155,7 @@ def attention(results: Path) -> str:
                 row["case"].split("-")[0].upper(),
                 row["seqs"],
                 row["query_len"],
-                row["kv_len"],
+                _contexts(row),
                 f"{row['floor_us']:.1f}",
                 f"{row['us']:.1f}",
                 f"{row['us'] / row['floor_us']:.2f}",
@@ -170,6 +170,12 @@ def attention(results: Path) -> str:
         "is longer"
     )
     return by_record(title, [*columns, "over floor"], lines)
+
+
+def _contexts(row: Record) -> str:
+    if not row.get("num_long"):
+        return f"{row['kv_len']}"
+    return f"{row['num_long']} of {row['long_len']}, else {row['kv_len']}"
 
 
 def ceilings(results: Path) -> str:

@@ -27,6 +27,9 @@ from punica_jax.pallas_kernels._launch import compiled_once, pallas_call
 
 # Programs that run at once: two for each of 132 multiprocessors, in powers of two.
 _AT_ONCE = 256
+# Of shared memory, for two programs a multiprocessor, each with three blocks on their
+# way and one in use; or for one with twice as long blocks.
+ROOMY_BYTES = 200 * 1024
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,9 +75,7 @@ def default_config(
     programs = seqs * kv_heads
     # More rows, or float32, would spill with fewer warps or totals for each token.
     narrow = group <= 16 and itemsize == 2
-    # For two programs a multiprocessor, each with three blocks on their way and one in
-    # use; or one with twice as long blocks.
-    roomy = shared_bytes() >= 200 * 1024
+    roomy = shared_bytes() >= ROOMY_BYTES
     # One program a multiprocessor with blocks as long as two programs' beats two splits
     # and the launch that adds them: 16 sequences of 512 tokens and 8 kv heads take 11.7
     # us, not 13.2, of 2000 33.6, not 36.0 (H200).
@@ -320,16 +321,17 @@ def add_up(
     head: Array,  # i32[]
 ) -> None:
     """Add up what a query has of its sequence's parts, each at its `part` of `n`."""
-    tops, totals = (
-        plgpu.load(ref.at[part, head], mask=there, other=other)
-        for ref, other in (
-            (tops_ref, None if there is None else jnp.finfo(jnp.float32).min),
-            (totals_ref, None if there is None else 0.0),
-        )
-    )
+    if there is None:
+        tops, totals = tops_ref[part, head], totals_ref[part, head]
+    else:
+        least = jnp.finfo(jnp.float32).min
+        tops = plgpu.load(tops_ref.at[part, head], mask=there, other=least)
+        totals = plgpu.load(totals_ref.at[part, head], mask=there, other=0.0)
     weights = jnp.exp2(tops - tops.max(axis=0))
     total = (totals * weights).sum(axis=0)
-    sums = load_rows(sums_ref, part, jnp.broadcast_to(head, part.shape), totals > 0)
+    # Not those above zero: a kernel's maximum drops a NaN, and a total keeps it.
+    some = totals != 0
+    sums = load_rows(sums_ref, part, jnp.broadcast_to(head, part.shape), some)
     out = (sums * weights[:, None]).sum(axis=0) / jnp.where(total > 0, total, 1.0)
     index = jnp.arange(out.shape[0], dtype=jnp.int32)
     mask = (index < out_ref.shape[-1]) & (row < out_ref.shape[0])

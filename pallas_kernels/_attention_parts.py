@@ -17,6 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from punica_jax.pallas_kernels._attention_decode import (
+    ROOMY_BYTES,
     DecodeConfig,
     add_up,
     attend_blocks,
@@ -24,21 +25,23 @@ from punica_jax.pallas_kernels._attention_decode import (
     default_config,
     row_of_slot,
 )
-from punica_jax.pallas_kernels._dispatch import multiprocessors
+from punica_jax.pallas_kernels._dispatch import multiprocessors, shared_bytes
 from punica_jax.pallas_kernels._kv_tile import load_rows, padded, store_rows
 from punica_jax.pallas_kernels._launch import compiled_once, pallas_call
 
-# Two of 8189 tokens among 30 of 500 take 49 us, not 137, and all 32 of 500 21, not 19
-# (8B, H200): with shorter sequences in the pool there is less to win. A step has this
-# form, or has not, by what its page table could hold.
+# Two of 8189 tokens among 30 of 500 take 48 us, not 137, and 32 of 512 20.4, not 19.4
+# (8B, H200): where the longest are shorter there is less to win. A step has this form,
+# or has not, by what its page table could hold.
 _LEAST_MAX_KV_LEN = 4096 + 1
-# With 1024, 32 of 2000 tokens take 75 us, not 66: where all are as long, more programs
+# With 1024, 32 of 2000 tokens take 77 us, not 65: where all are as long, more programs
 # than run at once only wait for each other.
 _PART_TOKENS = 2048
 # Each more is one more program a sequence and head, which asks what there is to do.
 _MAX_PARTS = 8
 # A count in a cache line of its own, as in `_pair`.
 _COUNT_STRIDE = 32
+# Of a launch's second axis; the form without parts has none.
+_MOST_PROGRAMS = 65535
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +71,7 @@ class PartsConfig:
 
 def parts_config(q: Array, kv_pages: Array, page_table: Array) -> PartsConfig | None:
     """Choose a configuration by static things alone; None where parts do not pay."""
-    _, heads, head_dim = q.shape
+    rows, heads, head_dim = q.shape
     _, _, kv_heads, page_size, _ = kv_pages.shape
     seqs, pages_per_seq = page_table.shape
     max_kv_len = pages_per_seq * page_size
@@ -80,16 +83,18 @@ def parts_config(q: Array, kv_pages: Array, page_table: Array) -> PartsConfig | 
         itemsize=kv_pages.dtype.itemsize,
         max_kv_len=max_kv_len,
     )
+    parts = min(_MAX_PARTS, pl.next_power_of_2(max(1, max_kv_len // _PART_TOKENS)))
     if max_kv_len < _LEAST_MAX_KV_LEN or decode.splits > 1:
         return None
-    if decode.num_warps == 2 and seqs * kv_heads <= 2 * multiprocessors():
-        # Three programs a multiprocessor, where parts come to two: 32 of 500 tokens
-        # take 21.8 us with four blocks on their way, with three 22.5 (8B, H200).
+    if max(rows, seqs) * parts > _MOST_PROGRAMS:
+        return None
+    few = seqs * kv_heads <= 2 * multiprocessors()
+    if decode.num_warps == 2 and few and shared_bytes() >= ROOMY_BYTES:
+        # With three, memory has room for a third program a multiprocessor, which the
+        # parts that are nothing take: 32 of 512 tokens 21.7 us, not 20.4 (8B, H200).
         decode = dataclasses.replace(decode, num_stages=4)
     return PartsConfig(
-        decode=decode,
-        parts=min(_MAX_PARTS, pl.next_power_of_2(max_kv_len // _PART_TOKENS)),
-        part_blocks=_PART_TOKENS // decode.block_kv,
+        decode=decode, parts=parts, part_blocks=_PART_TOKENS // decode.block_kv
     )
 
 
@@ -152,8 +157,8 @@ def _launch(
         slots=max(rows, seqs),
         config=config,
     )
-    # Zeros, and again after each launch: parts are counted in place. As no literal,
-    # which XLA might let others share.
+    # Zeros, and again after each launch, for parts are counted in place: launches that
+    # share them must not run beside each other.
     counts = jnp.broadcast_to(
         jnp.minimum(bounds[0], 0), (seqs * kv_heads, _COUNT_STRIDE)
     )

@@ -49,6 +49,11 @@ def paged_attention(
     keys and values already. What the pages hold elsewhere changes nothing, NaN
     included; nor do the other sequences.
 
+    On a GPU, where sequences of one row may have more than 4096 tokens, programs that
+    share a long one count by an operand that calls with the same bounds share. XLA runs
+    such calls one after the other, unless it is told to run independent ones beside
+    each other (`xla_gpu_command_buffer_scheduling_mode="CONCURRENT"`): do not.
+
     Args:
       q: queries; float32, bfloat16 or float16. `head_dim` is a multiple of 8, at most
         256; `heads` a multiple of `kv_heads`.

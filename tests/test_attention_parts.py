@@ -10,7 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from punica_jax.pallas_kernels import _attention_parts, paged_attention
+from punica_jax.pallas_kernels import (
+    _attention_parts,
+    _dispatch,
+    paged_attention,
+)
 from punica_jax.pallas_kernels._attention_decode import DecodeConfig, decode_attention
 from punica_jax.pallas_kernels._attention_parts import (
     PartsConfig,
@@ -137,6 +141,18 @@ def test_how_many_parts(max_kv_len, parts):
         assert config.part_blocks * config.decode.block_kv == 2048
 
 
+@pytest.mark.parametrize(("capability", "num_stages"), [(9.0, 4), (8.9, 3), (8.0, 3)])
+def test_more_blocks_on_their_way_need_room(capability, num_stages, monkeypatch):
+    monkeypatch.setattr(_dispatch, "_compute_capability", lambda: capability)
+    config = parts_config(*operands_of(seqs=32, max_kv_len=8192)[:3])
+    assert config is not None and config.decode.num_stages == num_stages
+
+
+def test_a_launch_has_only_so_many_programs():
+    assert parts_config(*operands_of(seqs=8191, max_kv_len=16384)[:3]) is not None
+    assert parts_config(*operands_of(seqs=8192, max_kv_len=16384)[:3]) is None
+
+
 def test_few_sequences_have_splits_instead():
     assert parts_config(*operands_of(seqs=8, max_kv_len=8192)[:3]) is None
     assert parts_config(*operands_of(seqs=1, max_kv_len=131072)[:3]) is None
@@ -248,26 +264,49 @@ class PartsTests:
         assert_same(actual[1], expected[1])
         assert not np.array_equal(actual[0], expected[0])
 
-    def test_layers_count_from_zero(self):
+    @pytest.mark.parametrize("constant", [False, True])
+    def test_layers_count_from_zero(self, constant):
         batch = make_batch([1] * 3, [200, 500, 90], dtype="float32")
-        q, *others = batch.operands()
+        q, kv_pages, table, bounds, lens = batch.operands()
         attend = functools.partial(
             parts_attention, scale=0.125, config=config_of(), interpret=self.interpret
         )
 
         @jax.jit
-        def layers(q):
+        def layers(q, *others):
+            if constant:
+                others = (*others[:2], jnp.arange(4, dtype=jnp.int32), others[3])
             out = []
             for _ in range(3):
                 out.append(attend(q, *others))
                 q = q + out[-1]
             return out
 
-        for turn in layers(q), layers(q):
+        others = kv_pages, table, bounds, lens
+        for turn in layers(q, *others), layers(q, *others):
             own = q
             for out in turn:
                 assert_same(out, jax.jit(attend)(own, *others))
                 own = own + out
+
+    @pytest.mark.parametrize("splits", [1, 4])
+    @pytest.mark.parametrize("which", ["q", "k", "v"])
+    def test_nan_stays_nan(self, which, splits):
+        """Of its own row, whichever part of the sequence it is in."""
+        batch = make_batch([1] * 3, [200, 500, 90], dtype="bfloat16")
+        expected = np.isfinite(batch.expected().astype(np.float32))
+        value = getattr(batch, which)[1]
+        value[len(value) // 2, 0, :] = np.nan
+        expected[1, 0] = False
+        config = config_of()
+        run = functools.partial(parts_attention, config=config)
+        if splits > 1:
+            decode = DecodeConfig(block_kv=16, splits=splits)
+            run = functools.partial(decode_attention, config=decode)
+        attend = functools.partial(run, scale=0.125, interpret=self.interpret)
+        actual = np.asarray(jax.jit(attend)(*batch.operands()), np.float32)
+        np.testing.assert_array_equal(np.isfinite(actual), expected)
+        assert np.isnan(actual[1, 0]).all()
 
     def test_vmap(self):
         batch = make_batch([1] * 3, [200, 500, 90], dtype="float32")
@@ -304,14 +343,29 @@ class TestTriton(PartsTests):
 
     @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
     @pytest.mark.parametrize(
-        ("seqs", "heads", "kv_heads", "head_dim"),
-        [(32, 32, 8, 128), (64, 16, 8, 64), (16, 16, 16, 64)],
+        ("seqs", "heads", "kv_heads", "head_dim", "spare_pages"),
+        [
+            (32, 32, 8, 128, 1),  # four parts, two programs a multiprocessor
+            (16, 32, 8, 128, 1),  # one, with blocks of two pages
+            (64, 16, 8, 64, 1),
+            (16, 16, 16, 64, 40),  # eight parts
+            (32, 128, 8, 80, 1),  # 16 queries a head of the cache
+        ],
     )
-    def test_the_public_operation(self, seqs, heads, kv_heads, head_dim, dtype):
+    def test_the_public_operation(
+        self, seqs, heads, kv_heads, head_dim, spare_pages, dtype
+    ):
         shape = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
         lens = [60] * seqs
-        lens[1], lens[5], lens[-1] = 8189, 4096, 4095
-        batch = make_batch([1] * seqs, lens, **shape, page_size=64, dtype=dtype)
+        lens[1], lens[5], lens[-1] = 8189, 4096, 4032
+        batch = make_batch(
+            [1] * seqs,
+            lens,
+            **shape,
+            page_size=64,
+            dtype=dtype,
+            spare_pages=spare_pages,
+        )
         attend = functools.partial(
             paged_attention, max_query_len=1, implementation="pallas_triton"
         )

@@ -40,7 +40,7 @@ _PART_TOKENS = 2048
 _MAX_PARTS = 8
 # A count in a cache line of its own, as in `_pair`.
 _COUNT_STRIDE = 32
-# Of a launch's second axis; the form without parts has none.
+# Along the second axis of CUDA's grids.
 _MOST_PROGRAMS = 65535
 
 
@@ -83,9 +83,9 @@ def parts_config(q: Array, kv_pages: Array, page_table: Array) -> PartsConfig | 
         itemsize=kv_pages.dtype.itemsize,
         max_kv_len=max_kv_len,
     )
-    parts = min(_MAX_PARTS, pl.next_power_of_2(max(1, max_kv_len // _PART_TOKENS)))
     if max_kv_len < _LEAST_MAX_KV_LEN or decode.splits > 1:
         return None
+    parts = min(_MAX_PARTS, pl.next_power_of_2(max_kv_len // _PART_TOKENS))
     if max(rows, seqs) * parts > _MOST_PROGRAMS:
         return None
     few = seqs * kv_heads <= 2 * multiprocessors()

@@ -283,10 +283,12 @@ class PartsTests:
             return out
 
         others = kv_pages, table, bounds, lens
+        # A CPU's compiler, which knows more then, may round otherwise.
+        check = assert_near if constant else assert_same
         for turn in layers(q, *others), layers(q, *others):
             own = q
             for out in turn:
-                assert_same(out, jax.jit(attend)(own, *others))
+                check(out, np.asarray(jax.jit(attend)(own, *others)))
                 own = own + out
 
     @pytest.mark.parametrize("splits", [1, 4])

@@ -27,8 +27,11 @@ from benchmarks.device_time import PEAK_BYTES_PER_S
 from benchmarks.provenance import Log
 from benchmarks.timeline import record
 from punica_jax.pallas_kernels import _attention_reference, resolve
-from punica_jax.pallas_kernels._attention_decode import DecodeConfig, decode_attention
-from punica_jax.pallas_kernels._attention_decode import default_config as decode_config
+from punica_jax.pallas_kernels._attention_decode import (
+    DecodeConfig,
+    config_of,
+    decode_attention,
+)
 from punica_jax.pallas_kernels._attention_parts import (
     PartsConfig,
     parts_attention,
@@ -144,25 +147,15 @@ def make_operands(case: Case, seed: int) -> Operands:
 
 
 def default_config(case: Case) -> Config:
-    parts = parts_config(*jax.eval_shape(lambda: make_operands(case, 0))[:3])
-    if case.query_len == 1 and parts is not None:
-        return parts
-    group = case.heads // case.kv_heads
     if case.query_len > 1:
         return prefill_config(
-            group=group,
+            group=case.heads // case.kv_heads,
             head_dim=case.head_dim,
             itemsize=2,
             max_query_len=case.query_len,
         )
-    return decode_config(
-        seqs=case.seqs,
-        kv_heads=case.kv_heads,
-        group=group,
-        head_dim=case.head_dim,
-        itemsize=2,
-        max_kv_len=case.pages_per_seq * case.page_size,
-    )
+    shapes = jax.eval_shape(lambda: make_operands(case, 0))[:3]
+    return parts_config(*shapes) or config_of(*shapes)
 
 
 def sweep_configs(case: Case) -> list[Config]:

@@ -116,6 +116,25 @@ def _num_splits(programs: int, blocks: int) -> int:
     return splits
 
 
+def config_of(
+    q: jax.ShapeDtypeStruct | Array,
+    kv_pages: jax.ShapeDtypeStruct | Array,
+    page_table: jax.ShapeDtypeStruct | Array,
+) -> DecodeConfig:
+    """Choose a configuration for operands, of which only shapes and dtypes count."""
+    _, heads, head_dim = q.shape
+    _, _, kv_heads, page_size, _ = kv_pages.shape
+    seqs, pages_per_seq = page_table.shape
+    return default_config(
+        seqs=seqs,
+        kv_heads=kv_heads,
+        group=heads // kv_heads,
+        head_dim=head_dim,
+        itemsize=kv_pages.dtype.itemsize,
+        max_kv_len=pages_per_seq * page_size,
+    )
+
+
 @compiled_once
 def decode_attention(
     q: Array,  # [rows, heads, head_dim]
@@ -130,17 +149,9 @@ def decode_attention(
 ) -> Array:
     """Run `paged_attention` for sequences of at most one row each."""
     rows, heads, head_dim = q.shape
-    _, _, kv_heads, page_size, _ = kv_pages.shape
-    seqs, pages_per_seq = page_table.shape
+    kv_heads, seqs = kv_pages.shape[2], page_table.shape[0]
     if config is None:
-        config = default_config(
-            seqs=seqs,
-            kv_heads=kv_heads,
-            group=heads // kv_heads,
-            head_dim=head_dim,
-            itemsize=kv_pages.dtype.itemsize,
-            max_kv_len=pages_per_seq * page_size,
-        )
+        config = config_of(q, kv_pages, page_table)
     # A slot is a sequence, and beyond those whatever padding rows are left.
     slots, splits = max(rows, seqs), config.splits
     out_shape = jax.ShapeDtypeStruct(q.shape, q.dtype)

@@ -21,10 +21,11 @@ from punica_jax.pallas_kernels._attention_decode import (
     DecodeConfig,
     add_up,
     attend_blocks,
+    config_of,
     decode_attention,
-    default_config,
     row_of_slot,
 )
+from punica_jax.pallas_kernels._counts import count_stored, counts_of, set_to_zero
 from punica_jax.pallas_kernels._dispatch import multiprocessors, shared_bytes
 from punica_jax.pallas_kernels._kv_tile import load_rows, padded, store_rows
 from punica_jax.pallas_kernels._launch import compiled_once, pallas_call
@@ -38,8 +39,6 @@ _LEAST_MAX_KV_LEN = 4096 + 1
 _PART_TOKENS = 2048
 # Each more is one more program a sequence and head, which asks what there is to do.
 _MAX_PARTS = 8
-# A count in a cache line of its own, as in `_pair`.
-_COUNT_STRIDE = 32
 # Along the second axis of CUDA's grids.
 _MOST_PROGRAMS = 65535
 
@@ -69,20 +68,16 @@ class PartsConfig:
             raise ValueError(f"part_blocks must be at least 1, got {self.part_blocks}")
 
 
-def parts_config(q: Array, kv_pages: Array, page_table: Array) -> PartsConfig | None:
+def parts_config(
+    q: jax.ShapeDtypeStruct | Array,
+    kv_pages: jax.ShapeDtypeStruct | Array,
+    page_table: jax.ShapeDtypeStruct | Array,
+) -> PartsConfig | None:
     """Choose a configuration by static things alone; None where parts do not pay."""
-    rows, heads, head_dim = q.shape
-    _, _, kv_heads, page_size, _ = kv_pages.shape
+    rows, kv_heads = q.shape[0], kv_pages.shape[2]
     seqs, pages_per_seq = page_table.shape
-    max_kv_len = pages_per_seq * page_size
-    decode = default_config(
-        seqs=seqs,
-        kv_heads=kv_heads,
-        group=heads // kv_heads,
-        head_dim=head_dim,
-        itemsize=kv_pages.dtype.itemsize,
-        max_kv_len=max_kv_len,
-    )
+    max_kv_len = pages_per_seq * kv_pages.shape[3]
+    decode = config_of(q, kv_pages, page_table)
     if max_kv_len < _LEAST_MAX_KV_LEN or decode.splits > 1:
         return None
     parts = min(_MAX_PARTS, pl.next_power_of_2(max_kv_len // _PART_TOKENS))
@@ -157,11 +152,8 @@ def _launch(
         slots=max(rows, seqs),
         config=config,
     )
-    # Zeros, and again after each launch, for parts are counted in place: launches that
-    # share them must not run beside each other.
-    counts = jnp.broadcast_to(
-        jnp.minimum(bounds[0], 0), (seqs * kv_heads, _COUNT_STRIDE)
-    )
+    zeros = jnp.broadcast_to(jnp.minimum(bounds[0], 0), (seqs * kv_heads,))
+    counts = counts_of(zeros)
     stats = jax.ShapeDtypeStruct((seqs * config.parts, heads), jnp.float32)
     sums = jax.ShapeDtypeStruct((seqs * config.parts, heads, head_dim), jnp.float32)
     return pallas_call(
@@ -265,15 +257,13 @@ def _kernel(
             for ref, value in ((tops_ref, top), (totals_ref, total)):
                 plgpu.store(ref.at[place, head], value, mask=lane < group)
             store_rows(sums_ref, place, head, lane < group, acc)
-            if not interpret:  # where a program has no threads that have to meet
-                plgpu.debug_barrier()
-            count = seq * kv_heads + kv_head, jnp.int32(0)
-            before = plgpu.atomic_add(counts_ref, count, jnp.int32(1))
+            own = seq * kv_heads + kv_head
+            before = count_stored(counts_ref, own, interpret=interpret)
 
             @pl.when(before == parts - 1)
             def _():
                 nth = jnp.arange(config.parts, dtype=jnp.int32)
-                for own in range(group):
+                for query in range(group):
                     add_up(
                         sums_ref,
                         tops_ref,
@@ -282,6 +272,6 @@ def _kernel(
                         seq * config.parts + nth,
                         nth < parts,
                         row,
-                        kv_head * group + own,
+                        kv_head * group + query,
                     )
-                plgpu.atomic_min(counts_ref, count, jnp.int32(0))
+                set_to_zero(counts_ref, own)

@@ -19,6 +19,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from punica_jax.pallas_kernels._counts import count_stored, counts_of, set_to_zero
 from punica_jax.pallas_kernels._expand import expand, expand_config_of, expand_kernel
 from punica_jax.pallas_kernels._launch import compiled_once, given, pallas_call
 from punica_jax.pallas_kernels._lora_operands import launch_tables
@@ -63,9 +64,6 @@ _MAX_CROWD_BLOCK_N = 128
 # those of one adapter gain; those of 16 of rank 64 lose 11 % (one H100).
 _MOST_SHORT_TILES, _MOST_SHORT_PAGES = 8, 4
 _SHORT_STAGES = 5
-# A count for each tile, in a cache line of its own: 32 rows of 32 adapters take 8.9 us
-# so, and 9.8 with all counts side by side.
-_COUNT_STRIDE = 32
 # In a count, one program that waits; below it those are counted that are waited for.
 _WAITING = 1 << 16
 _MAX_WAITING = 2**31 // _WAITING
@@ -120,10 +118,7 @@ def _launch(
         (shrinks.splits, segments.num_rows, pool.num_modules * pool.max_rank),
         jnp.float32,
     )
-    # Zeros, and again after each launch: the programs count by them in place. As no
-    # literal, which XLA might let others share.
-    counts = jnp.minimum(segments.tile_slot[0], -1) + 1
-    counts = jnp.broadcast_to(counts[:, None], (counts.size, _COUNT_STRIDE))
+    counts = counts_of(jnp.minimum(segments.tile_slot[0], -1) + 1)
     options = given(weights=segments.weights)
     tables = launch_tables(pool, segments)
     shrink = functools.partial(
@@ -218,9 +213,7 @@ def _kernel(
     first_expand = counts_ref.shape[0] * num_shrinks
 
     def stored(tile):
-        if not interpret:  # where a program has no threads that have to meet
-            plgpu.debug_barrier()
-        plgpu.atomic_add(counts_ref, (tile, jnp.int32(0)), jnp.int32(1))
+        count_stored(counts_ref, tile, interpret=interpret)
 
     def await_v(tile, num_expands):
         _await(counts_ref, tile, num_shrinks, num_expands)
@@ -256,4 +249,4 @@ def _await(counts_ref: Any, tile: Array, num_stored: int, num_waiting: Array) ->
 
     @pl.when(lax.div(before, waiting) == num_waiting - 1)
     def _():
-        plgpu.atomic_min(counts_ref, (tile, jnp.int32(0)), jnp.int32(0))
+        set_to_zero(counts_ref, tile)

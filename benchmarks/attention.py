@@ -27,11 +27,7 @@ from benchmarks.device_time import PEAK_BYTES_PER_S
 from benchmarks.provenance import Log
 from benchmarks.timeline import record
 from punica_jax.pallas_kernels import _attention_reference, resolve
-from punica_jax.pallas_kernels._attention_decode import (
-    DecodeConfig,
-    config_of,
-    decode_attention,
-)
+from punica_jax.pallas_kernels._attention_decode import decode_attention
 from punica_jax.pallas_kernels._attention_parts import (
     PartsConfig,
     parts_attention,
@@ -44,6 +40,7 @@ from punica_jax.pallas_kernels._attention_prefill import (
 from punica_jax.pallas_kernels._attention_prefill import (
     default_config as prefill_config,
 )
+from punica_jax.pallas_kernels._decode_config import DecodeConfig, config_of
 from punica_jax.pallas_kernels.shapes import MODEL_SHAPES, ModelShape
 
 # What floors count with, whatever `ceilings` reaches: see `device_time`.

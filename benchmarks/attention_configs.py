@@ -1,7 +1,7 @@
 """What `benchmarks.attention --sweep` tries: configurations that may be the fastest."""
 
-from punica_jax.pallas_kernels._attention_decode import DecodeConfig
 from punica_jax.pallas_kernels._attention_prefill import PrefillConfig
+from punica_jax.pallas_kernels._decode_config import DecodeConfig
 
 
 def prefill_configs(group: int) -> list[PrefillConfig]:

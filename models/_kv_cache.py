@@ -16,7 +16,7 @@ from jaxtyping import Float, Int32
 
 from punica_jax.models._config import LlamaConfig
 from punica_jax.models._layers import Unprojected
-from punica_jax.pallas_kernels import lora_rotary, paged_attention, require_count
+from punica_jax.pallas_kernels import lora_attention, paged_attention, require_count
 from punica_jax.pallas_kernels.reference import store_rows
 
 
@@ -180,28 +180,20 @@ def _store_and_attend(
     implementation: str | None,
 ) -> tuple[Array, Array]:
     """Return what the rows of one layer attend to, and the layer's pages."""
+    sequences: tuple[Any, ...] = table.page_table, table.bounds, table.kv_lens
+    options = {"max_query_len": max_query_len, "implementation": implementation}
     if unprojected.is_plain:
-        page, offset = place
-        q, kv_pages = lora_rotary(
+        return lora_attention(
             unprojected.x,
-            rotary=unprojected.rotary,
-            kv_pages=kv_pages,
-            page=page,
-            offset=offset,
+            unprojected.linear.arrays["weight"],
+            unprojected.rotary,
+            kv_pages,
+            *place,
+            *sequences,
             lora=unprojected.lora,
-            implementation=implementation,
-            **unprojected.linear.arrays,
+            bias=unprojected.linear.arrays["bias"],
+            **options,
         )
-    else:
-        q, k, v = unprojected.heads()
-        kv_pages = store_rows(kv_pages, k, v, *place)
-    out = paged_attention(
-        q,
-        kv_pages,
-        table.page_table,
-        table.bounds,
-        table.kv_lens,
-        max_query_len=max_query_len,
-        implementation=implementation,
-    )
-    return out, kv_pages
+    q, k, v = unprojected.heads()
+    kv_pages = store_rows(kv_pages, k, v, *place)
+    return paged_attention(q, kv_pages, *sequences, **options), kv_pages

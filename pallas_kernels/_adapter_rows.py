@@ -6,7 +6,7 @@ the sums.
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -17,10 +17,19 @@ from punica_jax.pallas_kernels._pool import RANK_PAGE
 from punica_jax.pallas_kernels._sgmv_config import add_splits
 
 # Of a warp.
-_LANES = 32
+LANES = 32
 
 # Some columns of each of some modules.
 _Columns = Sequence[Sequence[Array]]
+
+
+class KnownRows(NamedTuple):
+    """Where some rows are, `i32[rows]` each."""
+
+    entry: Array  # of the segments
+    row: Array  # out of range where there is none
+    slot: Array  # -1 if the row has no adapter
+    page: Array  # the first of its adapter's, negative if it has none
 
 
 class AdapterRows:
@@ -35,10 +44,38 @@ class AdapterRows:
     def __init__(
         self,
         refs: tuple[Any, ...],
+        known: KnownRows,
+        modules: Sequence[Any],
+        live: Array | None = None,
+    ):
+        """Ask for v of rows that have been looked up.
+
+        Args:
+          refs: of `Shrunk.row_operands`.
+          known: where they are.
+          modules: which of the group's the program adds to; each an `i32[]`, or the
+            rows' own, `i32[rows]`.
+          live: `bool[rows]`, which there are; None if all are.
+        """
+        self._v_ref, self._b_ref, *tables = refs[:5]
+        self._page_table_ref, num_pages_ref, _ = tables
+        self._weights_ref = refs[7] if len(refs) > 7 else None
+        self._entry, self.row, self.slot, self._page = known
+        self._modules, self.live = modules, live
+        # Asked for before the page is known: B's loads would be held up by v's else.
+        self._v = [self._load_v(module, 0) for module in modules]
+        first_row, self._first_page = layer_starts(tables, self._b_ref)
+        at = first_row + self._entry
+        self._counts = [load(num_pages_ref.at[at, c], live) for c in modules]
+
+    @classmethod
+    def of_program(
+        cls,
+        refs: tuple[Any, ...],
         num_rows: int,
         block_rows: int,
         modules: Sequence[Any],
-    ):
+    ) -> "AdapterRows":
         """Find program `pl.program_id(0)`'s rows, and ask for their first page and v.
 
         Args:
@@ -47,25 +84,16 @@ class AdapterRows:
           block_rows: of a program.
           modules: which of the group's the program adds to.
         """
-        self._v_ref, self._b_ref, *tables = refs[:5]
-        self._page_table_ref, num_pages_ref, _ = tables
-        self._weights_ref = refs[7] if len(refs) > 7 else None
         lane = jnp.arange(block_rows, dtype=jnp.int32)
-        self._entry = entry = pl.program_id(0) * block_rows + lane
-        self._modules = modules
-        self.live = None if num_rows % block_rows == 0 else entry < num_rows
-        self.row, self.slot = (load(ref.at[0, entry], self.live) for ref in refs[5:7])
-        self._page = self._look_up(0)
-        # Asked for before the page is known: B's loads would be held up by v's else.
-        self._v = [self._load_v(module, 0) for module in modules]
-        first_row, self._first_page = layer_starts(tables, self._b_ref)
-        known = first_row + entry
-        self._counts = [load(num_pages_ref.at[known, c], self.live) for c in modules]
-        if self.live is not None:
+        entry = pl.program_id(0) * block_rows + lane
+        live = None if num_rows % block_rows == 0 else entry < num_rows
+        row, slot = (load(ref.at[0, entry], live) for ref in refs[5:7])
+        page = load(refs[2].at[entry, 0], live)
+        if live is not None:
             # For masked stores in interpret mode write old values back.
-            self.row = jnp.where(self.live, self.row, num_rows + lane)
-            self.slot = jnp.where(self.live, self.slot, -1)
-            self._page = jnp.where(self.live, self._page, -1)
+            row = jnp.where(live, row, num_rows + lane)
+            slot, page = (jnp.where(live, own, -1) for own in (slot, page))
+        return cls(refs, KnownRows(entry, row, slot, page), modules, live)
 
     def mask(self, inside: Array | None, column: Array) -> Array | None:
         """Return `bool[rows, lanes, n]`, which columns are there; None if all are."""
@@ -177,10 +205,12 @@ class AdapterRows:
         gate and up. 32 rows of ranks 8, 16 and 64 took 21.4 us there, now 18.1.
         """
         v_ref, max_count = self._v_ref, self._page_table_ref.shape[1]
-        shape = (RANK_PAGE, self.row.size, _LANES // RANK_PAGE)
+        shape = (RANK_PAGE, self.row.size, LANES // RANK_PAGE)
         rank = jnp.arange(RANK_PAGE, dtype=jnp.int32)[:, None, None]
-        rank += (module * max_count + number) * RANK_PAGE
-        half = jnp.arange(_LANES // RANK_PAGE, dtype=jnp.int32)[None, None, :]
+        if getattr(module, "ndim", 0):
+            module = module[None, :, None]
+        rank = rank + (module * max_count + number) * RANK_PAGE
+        half = jnp.arange(LANES // RANK_PAGE, dtype=jnp.int32)[None, None, :]
         live = None if self.live is None else self.live[None, :, None]
         mask = mask_of(shape, live, half == 0)
         entry, rank = (
@@ -207,13 +237,13 @@ def _widened(values: Array) -> Array:
     return lax.bitcast_convert_type(bits << 16, jnp.float32)
 
 
-def columns_of(block_n: int) -> Array:
+def columns_of(block_n: int, lanes: int = LANES) -> Array:
     """Return `i32[1, lanes, n]`, numbers of columns: neighbours are one lane's.
 
     So a lane has all 16 ranks of a page of its columns, and adds them in their order,
     however many columns a program has.
     """
-    lanes = min(_LANES, block_n)
+    lanes = min(lanes, block_n)
     width = block_n // lanes
     first = width * jnp.arange(lanes, dtype=jnp.int32)
     columns = first[:, None] + jnp.arange(width, dtype=jnp.int32)[None, :]

@@ -17,15 +17,18 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from punica_jax.pallas_kernels._attention_decode import (
-    ROOMY_BYTES,
-    DecodeConfig,
     add_up,
     attend_blocks,
-    config_of,
     decode_attention,
     row_of_slot,
+    store_result,
 )
 from punica_jax.pallas_kernels._counts import count_stored, counts_of, set_to_zero
+from punica_jax.pallas_kernels._decode_config import (
+    ROOMY_BYTES,
+    DecodeConfig,
+    config_of,
+)
 from punica_jax.pallas_kernels._dispatch import multiprocessors, shared_bytes
 from punica_jax.pallas_kernels._kv_tile import load_rows, padded, store_rows
 from punica_jax.pallas_kernels._launch import compiled_once, pallas_call
@@ -234,7 +237,7 @@ def _kernel(
     def _():
         lane = jnp.arange(padded(group), dtype=jnp.int32)
         head, mask = kv_head * group + lane, (lane < group) & (row < rows)
-        top, total, acc = attend_blocks(
+        sums = attend_blocks(
             load_rows(q_ref, row, head, mask),
             kv_ref,
             table_ref,
@@ -248,11 +251,11 @@ def _kernel(
 
         @pl.when(parts == 1)
         def _():
-            out = acc / jnp.where(total > 0, total, 1.0)[:, None]
-            store_rows(out_ref, row, head, mask, out)
+            store_result(out_ref, row, head, mask, sums)
 
         @pl.when(parts > 1)
         def _():
+            top, total, acc = sums
             place = seq * config.parts + part
             for ref, value in ((tops_ref, top), (totals_ref, total)):
                 plgpu.store(ref.at[place, head], value, mask=lane < group)

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Float, Int32
+from jaxtyping import Float
 
 from punica_jax.pallas_kernels import (
     _fused,
@@ -86,14 +86,14 @@ def lora_normed(
     Raises:
       ValueError: an operand does not fit the others.
     """
-    _check(x, weight, lora, bias, residual)
+    check_linear(x, weight, lora, bias, residual)
     require("the norm", norm.weight, weight.shape[:1], weight.dtype)
     # A product's programs would write so many sums of squares that reading them costs
     # what the norm does; rows not divided yet could pass the greatest float16.
     fits = lora is not None and lora[1].num_passes == 1
     fits = fits and weight.dtype == jnp.bfloat16 and _project.are_few(x, weight)
     operands = (x, weight, lora, bias, residual)
-    resolved = _resolve(implementation, x)
+    resolved = resolve_rows(implementation, x)
     if resolved != "xla" and fits:
         return _normed(resolved, norm, *operands)
     y: Any = _linear("plain", resolved, *operands)
@@ -135,85 +135,19 @@ def lora_gated(
     return _apply("gated", x, weight, lora, bias, residual, implementation)
 
 
-def lora_rotary(
-    x: Float[Array, "rows d_in"] | NormedRows,
-    weight: Float[Array, "d_out d_in"],
-    rotary: tuple[Float[Array, "rows head_dim"], Float[Array, "rows head_dim"]],
-    kv_pages: Float[Array, "2 pages kv_heads page_size head_dim"],
-    page: Int32[Array, "rows"],
-    offset: Int32[Array, "rows"],
-    lora: Lora | None = None,
-    *,
-    bias: Float[Array, "d_out"] | None = None,
-    residual: Float[Array, "rows d_out"] | None = None,
-    implementation: str | None = None,
-) -> tuple[Float[Array, "rows heads head_dim"], Array]:
-    """Apply the linear layer of q, k and v, rotate, and store k and v.
-
-    *Semantics*, with `q, k, v` the heads of `lora_linear`: `rotate(q)`, and the pages
-    with `rotate(k[i])` and `v[i]` at `[:, page[i], :, offset[i]]`. The kernel rounds
-    once after the base product, at the stores; the XLA form rounds each step. Not
-    differentiable.
-
-    Args:
-      x, bias, residual, implementation: see `lora_linear`.
-      weight: the rows of all of q's heads, then k's, then v's.
-      rotary: cosine and sine of each row's angles, both halves of the lanes alike.
-      kv_pages: this layer's keys, then its values; changed in place where XLA may.
-      page: each row's page, 0 or more; a row with one past the last stores nothing.
-      offset: each row's place in its page. No two rows may share one.
-      lora: the pool's modules are q, k and v.
-
-    Returns:
-      q, rotated, and the pages.
-
-    Raises:
-      ValueError: an operand does not fit the others.
-    """
-    check_lora(lora)
-    parts, _, kv_heads, _, head_dim = kv_pages.shape
-    rows, d_out = x.shape[0], weight.shape[0]
-    heads = d_out // head_dim - 2 * kv_heads
-    if parts != 2 or d_out % head_dim or heads < 1:
-        raise ValueError(
-            "weight must be [(heads + 2 * kv_heads) * head_dim, d_in] for pages "
-            f"[2, pages, kv_heads, page_size, head_dim], got {weight.shape} and "
-            f"{kv_pages.shape}"
-        )
-    for name, table in (("the cosine", rotary[0]), ("the sine", rotary[1])):
-        require(name, table, (rows, head_dim), table.dtype)
-    require("page", page, (rows,), jnp.dtype("int32"))
-    require("offset", offset, (rows,), jnp.dtype("int32"))
-    widths = tuple(count * head_dim for count in (heads, kv_heads, kv_heads))
-    if lora is not None and lora[0].d_outs != widths:
-        raise ValueError(f"the pool's modules must be {widths} wide: {lora[0].d_outs}")
-    _check(x, weight, lora, bias, residual)
-    implementation = _resolve(implementation, x)
-    operands = (x, weight, lora, bias, residual)
-    cache = (rotary, kv_pages, page, offset)
-    if implementation == "xla":
-        return reference.rotary(_plain_linear(implementation, *operands), *cache)
-    interpret = implementation != "pallas_triton"
-    if lora is None and _project.are_few(x, weight):
-        options = {"bias": bias, "residual": residual, "interpret": interpret}
-        return _one_launch.rotary(x, weight, cache, **options)
-    forms, y, shrunk = _project_rows(implementation, *operands)
-    return forms.rotary_expand(y, shrunk, *cache, interpret=interpret)
-
-
 def _apply(form, x, weight, lora, bias, residual, implementation):
-    _check(x, weight, lora, bias, residual)
+    check_linear(x, weight, lora, bias, residual)
     operands = (x, weight, lora, bias, residual)
-    return _linear(form, _resolve(implementation, x), *operands)
+    return _linear(form, resolve_rows(implementation, x), *operands)
 
 
-def _resolve(implementation: str | None, x: Array | NormedRows) -> str:
+def resolve_rows(implementation: str | None, x: Array | NormedRows) -> str:
     """Return the implementation that runs: no rows are XLA's."""
     resolved = resolve(implementation)
     return resolved if x.shape[0] else "xla"
 
 
-def _check(
+def check_linear(
     x: Array | NormedRows,
     weight: Array,
     lora: Lora | None,
@@ -262,7 +196,7 @@ def _linear(form, implementation, x, weight, lora, bias, residual):
     if form == "plain" and lora is not None and not few:
         # The expand adds the residual, which is so rounded once: in XLA's product it
         # would be rounded there and by the expand.
-        forms, y, shrunk = _project_rows(implementation, x, weight, lora, bias, None)
+        forms, y, shrunk = project_rows(implementation, x, weight, lora, bias, None)
         if shrunk is None:
             return y if residual is None else y + residual
         return forms.expand(y, shrunk, residual, **interpret)
@@ -272,18 +206,18 @@ def _linear(form, implementation, x, weight, lora, bias, residual):
     alone = bias is None and residual is None and implementation == "pallas_triton"
     if form == "gated" and alone and _gated_product.fits(x, weight, lora):
         return _gated_product.gated(divided(x), weight, lora)
-    forms, y, shrunk = _project_rows(implementation, *operands)
+    forms, y, shrunk = project_rows(implementation, *operands)
     if form == "gated":
         return forms.gated_expand(y, shrunk, **interpret)
     return y if shrunk is None else forms.expand(y, shrunk, **interpret)
 
 
 def _plain(form, implementation, *operands):
-    y = _plain_linear(implementation, *operands)
+    y = plain_linear(implementation, *operands)
     return reference.gated(y) if form == "gated" else y
 
 
-def _plain_linear(implementation, x, weight, lora, bias, residual):
+def plain_linear(implementation, x, weight, lora, bias, residual):
     x = divided(x)
     y = reference.linear(x, weight, bias, residual)
     if lora is None:
@@ -291,7 +225,7 @@ def _plain_linear(implementation, x, weight, lora, bias, residual):
     return _ops.lora(y, x, *lora, implementation=implementation)
 
 
-def _project_rows(
+def project_rows(
     implementation, x, weight, lora, bias, residual
 ) -> tuple[Any, Array, _fused.Shrunk | None]:
     """Return the base product, what is left of the adapters' to add, and who adds it.
@@ -303,7 +237,7 @@ def _project_rows(
     passes = 1 if lora is None else lora[1].num_passes
     if passes > 1:
         # In-place adds of several adapters a row are launches of their own.
-        y = _plain_linear(implementation, x, weight, lora, bias, residual)
+        y = plain_linear(implementation, x, weight, lora, bias, residual)
         return _fused, y, None
     forms, v = _fused, None
     if _project.are_few(x, weight):
@@ -322,7 +256,7 @@ def _project_rows(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _normed(implementation, norm, x, weight, lora, bias, residual):
-    forms, y, shrunk = _project_rows(implementation, x, weight, lora, bias, residual)
+    forms, y, shrunk = project_rows(implementation, x, weight, lora, bias, residual)
     interpret = implementation != "pallas_triton"
     return forms.normed_expand(y, shrunk, norm, interpret=interpret)
 
@@ -335,7 +269,7 @@ def _normed_backward(implementation, saved, gradients):
     num_parts = gradients[1].squares.shape[0]
 
     def plain(norm, *operands):
-        y = _plain_linear(implementation, *operands)
+        y = plain_linear(implementation, *operands)
         return y, NormedRows.of(y, norm, num_parts)
 
     _, pull = jax.vjp(plain, *saved)

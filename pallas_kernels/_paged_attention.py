@@ -6,7 +6,9 @@ fills the cache or hands out its pages.
 
 import math
 import typing
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int32
@@ -79,10 +81,8 @@ def paged_attention(
     Raises:
       ValueError: an argument's shape, dtype or value is none of the above.
     """
-    _check(q, kv_pages, page_table, bounds, kv_lens, max_query_len)
-    scale = q.shape[2] ** -0.5 if scale is None else float(scale)
-    if not 0 < scale < math.inf:
-        raise ValueError(f"scale must be positive and finite, got {scale}")
+    check_attention(q, kv_pages, page_table, bounds, kv_lens, max_query_len)
+    scale = scale_of(scale, q)
     operands = (q, kv_pages, page_table, bounds, kv_lens)
     implementation = resolve(implementation)
     if implementation == "xla":
@@ -104,15 +104,24 @@ def paged_attention(
     )
 
 
-def _check(
-    q: Array,
+def scale_of(scale: float | None, q: Array | jax.ShapeDtypeStruct) -> float:
+    """Return the factor of products, by default that of q's width."""
+    factor = q.shape[2] ** -0.5 if scale is None else float(scale)
+    if not 0 < factor < math.inf:
+        raise ValueError(f"scale must be positive and finite, got {factor}")
+    return factor
+
+
+def check_attention(
+    q: Array | jax.ShapeDtypeStruct,
     kv_pages: Array,
     page_table: Array,
     bounds: Array,
     kv_lens: Array,
     max_query_len: int,
 ) -> None:
-    shapes = {
+    """Raise unless `paged_attention`'s operands fit each other."""
+    shapes: dict[str, tuple[Any, str, int]] = {
         "q": (q, "[rows, heads, head_dim]", 3),
         "kv_pages": (kv_pages, "[2, pages, kv_heads, page_size, head_dim]", 5),
         "page_table": (page_table, "[seqs, pages_per_seq]", 2),

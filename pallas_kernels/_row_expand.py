@@ -146,7 +146,7 @@ def _expand_kernel(
     refs = refs[len(options) :]
     block = pl.program_id(1)
     module, start, width, first = module_of_block(block, d_outs, d_out_offsets, blocks)
-    rows = AdapterRows(refs, y_ref.shape[0], block_rows, [module])
+    rows = AdapterRows.of_program(refs, y_ref.shape[0], block_rows, [module])
     within = first * block_n + columns_of(block_n)
     inside = None if all(size % block_n == 0 for size in d_outs) else within < width
     column = start + within
@@ -204,7 +204,7 @@ def _gated_kernel(
 ):
     h_ref = refs[-1]
     num_rows, width = h_ref.shape
-    rows = AdapterRows(refs[:-1], num_rows, block_rows, [0, 1])
+    rows = AdapterRows.of_program(refs[:-1], num_rows, block_rows, [0, 1])
     column = pl.program_id(1) * block_n + columns_of(block_n)
     inside = None if width % block_n == 0 else column < width
     columns = [[column], [width + column]]
@@ -267,7 +267,7 @@ def _rotary_kernel(
     first_head = pl.program_id(1) * at_once
     is_kv = (first_head >= heads).astype(jnp.int32)
     is_v = (first_head >= heads + kv_heads).astype(jnp.int32)
-    rows = AdapterRows(tuple(refs), num_rows, block_rows, [is_kv + is_v])
+    rows = AdapterRows.of_program(tuple(refs), num_rows, block_rows, [is_kv + is_v])
     index = columns_of(at_once * lanes)
     head, lane = first_head + lax.div(index, lanes), lax.rem(index, lanes)
     inside = None if half == lanes else lane < half

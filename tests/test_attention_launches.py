@@ -17,14 +17,15 @@ from punica_jax.pallas_kernels import (
     _attention_decode,
     _attention_prefill,
     _attention_warpgroups,
+    _decode_config,
     _dispatch,
 )
-from punica_jax.pallas_kernels._attention_decode import DecodeConfig
 from punica_jax.pallas_kernels._attention_prefill import PrefillConfig
 from punica_jax.pallas_kernels._attention_reference import (
     max_query_tiles,
     query_tiles,
 )
+from punica_jax.pallas_kernels._decode_config import DecodeConfig
 from punica_jax.pallas_kernels._dispatch import has_warpgroups
 from punica_jax.pallas_kernels._paged_attention import paged_attention
 from tests.attention_cases import make_batch
@@ -222,7 +223,7 @@ def test_layers_share_an_order():
     @jax.jit
     def two_layers(bounds, lens):
         orders = [
-            _attention_decode._longest_first(bounds, lens, slots=5) for _ in range(2)
+            _attention_decode.longest_first(bounds, lens, slots=5) for _ in range(2)
         ]
         return orders[0] * 2 + orders[1]
 
@@ -237,7 +238,7 @@ def test_layers_share_an_order():
 @hypothesis.settings(max_examples=60)
 def test_the_longest_are_first_and_idle_slots_last(live, lengths):
     bounds = np.cumsum([0, *live]).astype(np.int32)
-    order = _attention_decode._longest_first(bounds, np.int32(lengths), slots=8)
+    order = _attention_decode.longest_first(bounds, np.int32(lengths), slots=8)
     order = np.asarray(order).tolist()
     tokens = [n if own else 0 for n, own in zip(lengths, live, strict=True)] + [0] * 3
     # Of as many tokens the first is first, so that equal ones keep their order.
@@ -245,7 +246,7 @@ def test_the_longest_are_first_and_idle_slots_last(live, lengths):
 
 
 def decode_config(*, seqs, kv_heads, max_kv_len):
-    return _attention_decode.default_config(
+    return _decode_config.default_config(
         seqs=seqs,
         kv_heads=kv_heads,
         group=32 // kv_heads,

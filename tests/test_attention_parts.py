@@ -15,12 +15,13 @@ from punica_jax.pallas_kernels import (
     _dispatch,
     paged_attention,
 )
-from punica_jax.pallas_kernels._attention_decode import DecodeConfig, decode_attention
+from punica_jax.pallas_kernels._attention_decode import decode_attention
 from punica_jax.pallas_kernels._attention_parts import (
     PartsConfig,
     parts_attention,
     parts_config,
 )
+from punica_jax.pallas_kernels._decode_config import DecodeConfig
 from tests.attention_cases import NOWHERE, assert_near, assert_same, make_batch
 from tests.test_attention_launches import lowered_kernels
 
@@ -372,7 +373,9 @@ class TestTriton(PartsTests):
             paged_attention, max_query_len=1, implementation="pallas_triton"
         )
         operands = batch.operands(fill=np.nan, table_fill=NOWHERE)
-        assert parts_config(*operands[:3]) is not None
+        # So few programs of float32 have splits.
+        has_parts = dtype != "float32" or seqs * kv_heads > 128
+        assert (parts_config(*operands[:3]) is not None) == has_parts
         actual = jax.jit(attend)(*operands)
         assert_near(actual, batch.expected())
         for _ in range(20):

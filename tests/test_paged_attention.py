@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 
 from punica_jax.pallas_kernels import _attention_decode
-from punica_jax.pallas_kernels._attention_decode import DecodeConfig, decode_attention
+from punica_jax.pallas_kernels._attention_decode import decode_attention
 from punica_jax.pallas_kernels._attention_prefill import (
     PrefillConfig,
     prefill_attention,
 )
 from punica_jax.pallas_kernels._attention_warpgroups import warpgroup_attention
+from punica_jax.pallas_kernels._decode_config import DecodeConfig
 from punica_jax.pallas_kernels._dispatch import has_warpgroups
 from punica_jax.pallas_kernels._paged_attention import paged_attention
 from tests.attention_cases import NOWHERE, assert_near, assert_same, make_batch
@@ -205,7 +206,7 @@ class KernelTests(AttentionTests):
         operands = batch.operands(fill=np.nan, table_fill=NOWHERE)
         expected = jax.jit(attend)(*operands)
         assert_near(expected, batch.expected())
-        monkeypatch.setattr(_attention_decode, "_AT_ONCE", 1)
+        monkeypatch.setattr(_attention_decode, "AT_ONCE", 1)
         assert_same(jax.jit(lambda *arrays: attend(*arrays))(*operands), expected)
 
     @pytest.mark.parametrize(

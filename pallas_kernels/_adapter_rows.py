@@ -1,4 +1,4 @@
-"""A few rows of a launch whose programs have a warp for each, and what adapters add.
+"""A few rows of a launch whose programs have lanes for each, and what adapters add.
 
 Runs inside kernels only. Knows pools' tables and pages as refs; nothing of what follows
 the sums.
@@ -200,7 +200,7 @@ class AdapterRows:
     def _load_v(self, module: Any, number: Any) -> Array:
         """Return `f32[16, rows, 2]`: v of a page's ranks, and zeros.
 
-        So each lane of a row's warp loads one value of a group, and `_rounded`
+        So each of 32 lanes loads one value of a group, and `_rounded`
         exchanges the sums. Of `[16, rows]` every lane would load all: 128 registers for
         gate and up. 32 rows of ranks 8, 16 and 64 took 21.4 us there, now 18.1.
         """

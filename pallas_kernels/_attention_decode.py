@@ -58,7 +58,7 @@ def decode_attention(
         interpret=interpret,
         name="paged_attention_decode",
     )(*order, q, kv_pages, page_table, bounds, kv_lens)
-    return add_splits(partial, bounds, q, interpret=interpret)
+    return combine_splits(partial, bounds, q, interpret=interpret)
 
 
 def result_shapes(
@@ -179,7 +179,7 @@ def store_split(
     blocks: tuple[Array, Array],
     sums: Sums,
 ) -> None:
-    """Store what queries have of a split, for `add_splits`."""
+    """Store what queries have of a split, for `combine_splits`."""
     sums_ref, *stats_refs = refs
     *stats, acc = sums
     for ref, value in zip(stats_refs, stats, strict=True):
@@ -244,7 +244,7 @@ def page_ids_of(
     )
 
 
-def add_splits(
+def combine_splits(
     partial: Sequence[Array],
     bounds: Array,
     q: Array | jax.ShapeDtypeStruct,

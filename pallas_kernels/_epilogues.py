@@ -154,6 +154,7 @@ def check_linear(
     bias: Array | None,
     residual: Array | None,
 ) -> None:
+    """Raise unless a layer's operands fit each other."""
     check_lora(lora)
     if len(x.shape) != 2 or weight.ndim != 2 or x.shape[1] != weight.shape[1]:
         raise ValueError(
@@ -218,6 +219,7 @@ def _plain(form, implementation, *operands):
 
 
 def plain_linear(implementation, x, weight, lora, bias, residual):
+    """Return `lora_linear`'s rows by XLA's product, whoever adds the adapters'."""
     x = divided(x)
     y = reference.linear(x, weight, bias, residual)
     if lora is None:

@@ -14,6 +14,7 @@ from punica_jax.pallas_kernels import (
     _one_launch,
     _project,
     _rotary_attention,
+    _row_expand,
     reference,
 )
 from punica_jax.pallas_kernels._epilogues import (
@@ -98,8 +99,10 @@ def lora_attention(
     kernel does all that follows the base product, to the same bits. Not differentiable.
 
     Args:
-      x, weight, rotary, kv_pages, page, offset, lora, bias: see `lora_rotary`. Each row
-        is stored where its sequence's pages have its token.
+      x, weight, rotary, kv_pages, lora, bias: see `lora_rotary`.
+      page, offset: see `lora_rotary`. A sequence's rows are stored where its pages have
+        its last tokens, which no other sequence of the call reads (rows of one call do
+        not wait for each other); padding rows have pages past the last.
       page_table, bounds, kv_lens, max_query_len, scale: see `paged_attention`.
       implementation: see `resolve`.
 
@@ -113,21 +116,23 @@ def lora_attention(
     options = {"lora": lora, "bias": bias, "residual": None}
     heads = _check(x, weight, cache, **options)
     sequences = (page_table, bounds, kv_lens)
-    resolved = resolve_rows(implementation, x)
     q = jax.ShapeDtypeStruct((x.shape[0], heads, kv_pages.shape[-1]), x.dtype)
-    are_one = resolved != "xla" and lora is not None and lora[1].num_passes == 1
+    check_attention(q, kv_pages, *sequences, max_query_len)
+    scale = scale_of(scale, q)
+    resolved = resolve_rows(implementation, x)
     if (
-        are_one
+        resolved != "xla"
         and max_query_len == 1
+        and lora is not None
+        and lora[1].num_passes == 1
         and _project.are_few(x, weight)
-        and _rotary_attention.fits(q, kv_pages, page_table)
+        and _rotary_attention.fits(q, kv_pages, page_table, lora[0])
     ):
-        check_attention(q, kv_pages, *sequences, max_query_len)
-        _, y, shrunk = project_rows(resolved, x, weight, **options)
-        assert shrunk is not None
+        forms, y, shrunk = project_rows(resolved, x, weight, **options)
+        assert forms is _row_expand and shrunk is not None, forms
         return _rotary_attention.rotary_attention(
             *(y, shrunk, *cache, *sequences),
-            scale=scale_of(scale, q),
+            scale=scale,
             interpret=resolved != "pallas_triton",
         )
     rotated, kv_pages = _rotate(resolved, x, weight, cache, **options)

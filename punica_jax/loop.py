@@ -266,7 +266,8 @@ class StepLoop:
     def _publish(self, sequence: SequenceState) -> None:
         """Let others find the pages that a sequence fills, before they are written.
 
-        Steps run one after the other: who reads them does so later.
+        Steps run one after the other: who reads them does so in a later one. (Within
+        one a row's key may be written while others attend: see `lora_attention`.)
         """
         num_full = sequence.num_known_cached // self.pages.page_size
         if num_full > sequence.num_published:

@@ -2,6 +2,7 @@
 
 import array
 import collections
+import dataclasses
 import functools
 import re
 
@@ -219,12 +220,12 @@ def width(request):
         yield
 
 
-def whole_step(form):
+def whole_step(form, config=CONFIG):
     """Return a step of the tiny model, and its operands."""
-    model = nnx.eval_shape(lambda: Llama(CONFIG, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
-    cache = KvCache.zeros(CONFIG, 8, 16, jnp.bfloat16)
+    model = nnx.eval_shape(lambda: Llama(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
+    cache = KvCache.zeros(config, 8, 16, jnp.bfloat16)
     pools = LoraPools.zeros(
-        CONFIG, num_slots=4, num_pages=8, max_rank=32, dtype=jnp.bfloat16
+        config, num_slots=4, num_pages=8, max_rank=32, dtype=jnp.bfloat16
     )
     # 5, 160 and 100 in all: many, and as many as are still expanded one by one.
     rows = {"decode": 1, "prefill": 32, "short prefill": 20}[form]
@@ -276,6 +277,22 @@ def test_whole_step(form):
     for part, num_rows in (lowered[:last], rows), (lowered[last:], seqs):
         of_adapters = [name for name in names(part) if name.startswith("lora_")]
         assert names_with_segments(part, num_rows, 4) == of_adapters
+
+
+@pytest.mark.usefixtures("width")
+def test_heads_that_share_no_keys_have_a_launch_less():
+    alone = dataclasses.replace(CONFIG, num_heads=2, num_kv_heads=2, head_dim=128)
+    step, operands = whole_step("decode", alone)
+    calls = names(lower(step, *operands))
+    layers = alone.num_layers
+    assert collections.Counter(calls) == {
+        "lora_project": 3 * layers,  # o's is by warp groups
+        "paged_attention_decode_rotary": layers,
+        "lora_expand_rows": 2 * layers,
+        "lora_gated_rows": layers,
+        "rms_norm": 1,
+        "segment_metadata": 1,
+    }
 
 
 @pytest.mark.parametrize(

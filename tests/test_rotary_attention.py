@@ -1,6 +1,8 @@
 """Decode attention that expands its own q, k and v: the bits of the launches apart."""
 
+import dataclasses
 import functools
+import re
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +17,7 @@ from punica_jax.pallas_kernels import (
     NormedRows,
     Segments,
     _attention_decode,
+    _rotary,
     _row_expand,
     lora_attention,
     lora_rotary,
@@ -191,6 +194,43 @@ class RotaryTests:
         for one, other in zip(own, (expected, pages), strict=True):
             assert_same(one, np.asarray(other))
 
+    @pytest.mark.parametrize(
+        ("config", "page_size"),
+        [
+            (DecodeConfig(block_kv=16, splits=4), 64),
+            (DecodeConfig(block_kv=64, splits=1, num_warps=2, totals_late=True), 16),
+        ],
+    )
+    def test_pages_wider_than_blocks_and_narrower(self, config, page_size):
+        lens = [15, 16, 17, 31, 32, 48, 64, 65]
+        layer = make_layer(lens=lens, page_size=page_size, max_pages=2)
+        out, _ = check_bits(layer, config, interpret=self.interpret)
+        assert np.isfinite(np.asarray(out, np.float32)).all()
+
+    def test_a_layer_among_others_and_rows_with_weights(self):
+        layer = make_layer(max_pages=2)
+        pool = layer.pool
+        pages = pool.b.shape[0]
+        nan = jnp.full_like(pool.b, jnp.nan)
+        stacked = dataclasses.replace(
+            pool,
+            a=jnp.concatenate([pool.a, pool.a]),
+            b=jnp.concatenate([nan, pool.b]),
+            num_pages=jnp.concatenate([7 + pool.num_pages, pool.num_pages]),
+            layer=jnp.array([1], jnp.int32),
+        )
+        assert stacked.pages_per_layer == pages
+        rng = np.random.default_rng(7)
+        weights = rng.uniform(0, 2, layer.segments.rows.shape).astype(np.float32)
+        segments = dataclasses.replace(layer.segments, weights=jnp.asarray(weights))
+        plain, _ = check_bits(layer, SMALL, interpret=self.interpret)
+        among = layer._replace(pool=stacked)
+        own, _ = check_bits(among, SMALL, interpret=self.interpret)
+        assert_same(own, np.asarray(plain))
+        weighted = layer._replace(segments=segments)
+        own, _ = check_bits(weighted, SMALL, interpret=self.interpret)
+        assert not np.array_equal(own, plain)
+
     def test_a_row_without_a_page_stores_nothing(self):
         layer = make_layer()
         nowhere = layer._replace(page=layer.page.at[2].set(layer.kv_pages.shape[1] + 7))
@@ -257,9 +297,7 @@ class TestTriton(RotaryTests):
             check_bits(layer, interpret=False)
 
 
-def operands_of(
-    *, rows=32, heads=32, kv_heads=32, head_dim=128, max_kv_len=2048, few=True
-):
+def operands_of(*, rows=32, heads=32, kv_heads=32, head_dim=128, max_kv_len=2048):
     array = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
     return (
         array((rows, heads, head_dim)),
@@ -268,21 +306,30 @@ def operands_of(
     )
 
 
+def pool_of(max_pages):
+    """A pool whose adapters may have so many pages."""
+    ranks = [[RANK_PAGE * max_pages] * 3]
+    options: dict[str, Any] = {"d_in": 16, "d_outs": (16,) * 3, "dtype": "bfloat16"}
+    return make_case(rows=1, ranks=ranks, **options).pool
+
+
 @pytest.mark.parametrize(
     ("shape", "is_one"),
     [
         ({}, True),
         ({"rows": 1}, True),
         ({"rows": 64, "heads": 40, "kv_heads": 40}, True),
-        ({"head_dim": 64, "max_kv_len": 4096}, True),
-        ({"rows": 65}, False),  # which another expand adds to
+        ({"max_kv_len": 4096, "max_pages": 4}, True),
+        ({"head_dim": 64}, False),  # not measured
+        ({"max_pages": 5}, False),
         ({"kv_heads": 8}, False),  # heads share keys
         ({"head_dim": 80}, False),  # lanes would have different numbers of columns
         ({"max_kv_len": 8192}, False),  # sequences have parts
     ],
 )
 def test_which_steps_have_one_launch(shape, is_one):
-    assert fits(*operands_of(**shape)) == is_one
+    pool = pool_of(shape.pop("max_pages", 1))
+    assert fits(*operands_of(**shape), pool) == is_one
 
 
 @pytest.mark.parametrize(("rows", "num_warps"), [(1, 4), (8, 2), (32, 4)])
@@ -304,7 +351,7 @@ def layer_operands(layer):
 @pytest.mark.parametrize("implementation", ["xla", "pallas_interpret"])
 @pytest.mark.parametrize("has_lora", [True, False])
 def test_the_public_operation_is_two(has_lora, implementation):
-    layer = make_layer(max_pages=2, padding=1)
+    layer = make_layer(head_dim=128, max_pages=2, padding=1)
     x, weight, cache, sequences, lora, bias = layer_operands(layer)
     lora = lora if has_lora else None
     own = {"implementation": implementation}
@@ -342,24 +389,46 @@ def launches_of(layer, **options):
 
     with jax.sharding.use_abstract_mesh(mesh):
         text = jax.jit(run).trace(x).lower(lowering_platforms=("cuda",)).as_text()
-    return {
-        name
-        for name in ("paged_attention_rotary", "lora_rotary_rows", "paged_attention_")
-        if f'name = "{name}' in text
-    }
+    names = re.findall(r'name = "((?:lora|paged)_\w+)"', text)
+    return [name for name in names if name != "lora_project"]
 
 
 def test_a_layer_has_one_launch_less():
-    one = {"paged_attention_rotary", "paged_attention_"}
-    assert launches_of(make_layer()) == one
-    # Rows of several, whose attention is another one.
-    apart = launches_of(make_layer(), max_query_len=2)
-    assert "lora_rotary_rows" in apart
-    assert "paged_attention_rotary" not in apart
+    layer = make_layer(head_dim=128)
+    last = ["paged_attention_combine"]
+    assert launches_of(layer) == ["paged_attention_decode_rotary", *last]
+    # Sequences of several rows, of which each program has a tile.
+    assert launches_of(layer, max_query_len=2) == [
+        "lora_rotary_rows",
+        "paged_attention_prefill",
+    ]
+    many = make_layer(head_dim=128, heads=1, lens=[3] * 65)
+    apart = ["lora_rotary_rows", "paged_attention_decode"]
+    assert launches_of(many) == ["lora_shrink", *apart]
+    assert launches_of(make_layer(head_dim=64)) == [*apart, *last]
+
+
+def test_a_second_call_outside_of_jit_compiles_nothing(compiles):
+    x, weight, cache, sequences, lora, bias = layer_operands(make_layer(head_dim=128))
+
+    def run():
+        return lora_attention(
+            *(x, weight, *cache, *sequences, lora),
+            **bias,
+            max_query_len=1,
+            implementation="pallas_interpret",
+        )
+
+    first = run()
+    with compiles:
+        second = run()
+    assert compiles.count == 0
+    for one, other in zip(first, second, strict=True):
+        assert_same(one, np.asarray(other))
 
 
 def test_rows_left_to_divide():
-    layer = make_layer()
+    layer = make_layer(head_dim=128)
     x, weight, cache, sequences, lora, bias = layer_operands(layer)
     weight = weight + jnp.asarray(0.125, weight.dtype)
     squares = jnp.full((1, x.shape[0]), 4.0 * x.shape[1], jnp.float32)
@@ -389,8 +458,11 @@ def test_rows_left_to_divide():
         ({"weight": jnp.zeros((9, 16))}, r"weight must be \[\(heads \+ 2"),
     ],
 )
-def test_errors_say_what_was_wrong(change, message):
-    x, weight, cache, sequences, lora, bias = layer_operands(make_layer())
+def test_errors_say_what_was_wrong_before_anything_runs(change, message, monkeypatch):
+    layer = make_layer(head_dim=128)
+    x, weight, cache, sequences, lora, bias = layer_operands(layer)
+    for name in ("project_rows", "plain_linear"):
+        monkeypatch.setattr(_rotary, name, None)
     names = ("rotary", "kv_pages", "page", "offset", "page_table", "bounds", "kv_lens")
     good = dict(zip(names, (*cache, *sequences), strict=True)) | bias
     good |= {"weight": weight, "lora": lora, "max_query_len": 1}

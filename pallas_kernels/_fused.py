@@ -17,10 +17,15 @@ from jax.experimental.pallas import triton as plgpu
 
 from punica_jax.pallas_kernels import _expand
 from punica_jax.pallas_kernels._adapter_tile import AdapterTile
+from punica_jax.pallas_kernels._head_halves import (
+    keys_or_values,
+    kv_places,
+    rotate,
+    store_halves,
+)
 from punica_jax.pallas_kernels._launch import compiled_once, pallas_call
 from punica_jax.pallas_kernels._lora_operands import launch_tables
 from punica_jax.pallas_kernels._page_tiles import (
-    kv_places,
     mask_of,
     silu_product,
     walk_blocks,
@@ -226,7 +231,7 @@ def _rotary_kernel(
     module = is_kv + is_v
     pages = tile.pages(module)
 
-    def rotate(lanes) -> None:
+    def rotate_all(lanes) -> None:
         begun = tile.begin_factor(module, *lanes)
         cos, sin = (tile.load(ref, lane, inside) for ref in (cos_ref, sin_ref))
         page, offset, there = kv_places(
@@ -237,33 +242,27 @@ def _rotary_kernel(
             head = first_head + i
             columns = [head * head_dim + lane, head * head_dim + half + lane]
             sums = tile.begin_sums(y_ref, module, pages, columns, inside, begun)
-            low, high = sums()
-            c, s = (value.astype(jnp.float32) for value in (cos, sin))
-            rotated = low * c - high * s, high * c + low * s
+            halves = sums()
+            turned = rotate(halves, *(own.astype(jnp.float32) for own in (cos, sin)))
 
             def write(ref, at, values, live):
-                mask = mask_of(low.shape, live[:, None], inside)
-                for start, value in zip((0, half), values, strict=True):
-                    target = ref.at[(*at, (start + lane)[None, :])]
-                    plgpu.store(target, value.astype(ref.dtype), mask=mask)
+                mask = mask_of(values[0].shape, live[:, None], inside)
+                store_halves(ref, at, lane[None, :], values, mask)
 
             pl.when(is_kv == 0)(
-                lambda: write(q_ref, (tile.row[:, None], head), rotated, tile.live)
+                lambda: write(q_ref, (tile.row[:, None], head), turned, tile.live)
             )
 
             @pl.when(is_kv > 0)
             def _():
-                values = [
-                    jnp.where(is_v > 0, own, turned)
-                    for own, turned in zip((low, high), rotated, strict=True)
-                ]
+                values = keys_or_values(is_v > 0, halves, turned)
                 kv_head = head - heads - is_v * kv_heads
                 at = is_v, page[:, None], kv_head, offset[:, None]
                 write(kv_ref, at, values, there)
 
         walk_blocks(num_heads, rotate_head, unrolled=begun is not None)
 
-    tile.when_busy([pages], rotate)
+    tile.when_busy([pages], rotate_all)
 
 
 def _tiles(shrunk: Shrunk | None, rows: int) -> tuple[int, int, tuple[Array, ...]]:

@@ -18,6 +18,12 @@ from jax.experimental.pallas import triton as plgpu
 
 from punica_jax.pallas_kernels import _project_warpgroups
 from punica_jax.pallas_kernels._dispatch import shared_bytes
+from punica_jax.pallas_kernels._head_halves import (
+    keys_or_values,
+    kv_places,
+    rotate,
+    store_halves,
+)
 from punica_jax.pallas_kernels._launch import (
     compiled_once,
     given,
@@ -25,7 +31,7 @@ from punica_jax.pallas_kernels._launch import (
     split_number,
 )
 from punica_jax.pallas_kernels._norm import NormedRows, row_scales
-from punica_jax.pallas_kernels._page_tiles import kv_places, load, mask_of, silu_product
+from punica_jax.pallas_kernels._page_tiles import load, mask_of, silu_product
 from punica_jax.pallas_kernels._project import product
 from punica_jax.pallas_kernels._project_config import ProjectConfig, project_config
 
@@ -156,21 +162,17 @@ class _Rotary:
         _, cos_ref, sin_ref, page_ref, offset_ref, q_ref, kv_ref = refs
         num_pages = kv_ref.shape[1]
         head, lane, inside = self._lanes(block, index.size, index)
-        low, high = sums
-        mask = rows.mask(low.shape, inside)
+        mask = rows.mask(sums[0].shape, inside)
         row, lane = rows.row[:, None], lane[None, :]
         cos, sin = (
             load(ref.at[row, lane], mask).astype(jnp.float32)
             for ref in (cos_ref, sin_ref)
         )
-        turned = low * cos - high * sin, high * cos + low * sin
+        turned = rotate(sums, cos, sin)
 
-        def write(ref, at, values, mask):
-            for start, value in zip((0, self.half), values, strict=True):
-                target = ref.at[(*at, start + lane)]
-                plgpu.store(target, value.astype(ref.dtype), mask=mask)
-
-        pl.when(head < self.heads)(lambda: write(q_ref, (row, head), turned, mask))
+        @pl.when(head < self.heads)
+        def _():
+            store_halves(q_ref, (row, head), lane, turned, mask)
 
         @pl.when(head >= self.heads)
         def _():
@@ -178,13 +180,11 @@ class _Rotary:
                 page_ref, offset_ref, rows.row, rows.live, num_pages
             )
             is_v = (head >= self.heads + self.kv_heads).astype(jnp.int32)
-            values = [
-                jnp.where(is_v > 0, own, other)
-                for own, other in zip((low, high), turned, strict=True)
-            ]
+            values = keys_or_values(is_v > 0, sums, turned)
             kv_head = head - self.heads - is_v * self.kv_heads
             at = is_v, page[:, None], kv_head, offset[:, None]
-            write(kv_ref, at, values, mask_of(low.shape, mask, there[:, None]))
+            there = mask_of(sums[0].shape, mask, there[:, None])
+            store_halves(kv_ref, at, lane, values, there)
 
     def _lanes(
         self, block, part_n: int, index: Array

@@ -1,4 +1,4 @@
-"""What the LoRA kernels' bodies share: columns, an adapter's pages, KV places.
+"""What the LoRA kernels' bodies share: columns, an adapter's pages.
 
 Runs inside kernels only. Knows refs; nothing of launches.
 """
@@ -190,25 +190,6 @@ def _lanes_of(page: Array, index: Array | int) -> PageLanes:
     lane = jnp.arange(RANK_PAGE, dtype=jnp.int32)
     rank = index * RANK_PAGE + lane
     return PageLanes(page=page, lane=lane[:, None], rank=rank, used=None)
-
-
-def kv_places(
-    page_ref: Any,  # i32[rows]
-    offset_ref: Any,  # i32[rows]
-    row: Array,
-    live: Array | None,
-    num_pages: int,
-) -> tuple[Array, Array, Array]:
-    """Return rows' KV pages, their places in these, and which have one.
-
-    Those without are apart from each other and from all pages, as dead lanes' rows are.
-    """
-    page, offset = (load(ref.at[row], live) for ref in (page_ref, offset_ref))
-    there = page < num_pages
-    if live is not None:
-        there &= live
-    outside = num_pages + jnp.arange(row.size, dtype=jnp.int32)
-    return jnp.where(there, page, outside), offset, there
 
 
 def module_of_block(

@@ -37,6 +37,11 @@ from punica_jax.pallas_kernels._attention_decode import (
 from punica_jax.pallas_kernels._attention_parts import parts_config
 from punica_jax.pallas_kernels._decode_config import DecodeConfig, config_of
 from punica_jax.pallas_kernels._fused import Shrunk
+from punica_jax.pallas_kernels._head_halves import (
+    keys_or_values,
+    rotate,
+    store_halves,
+)
 from punica_jax.pallas_kernels._kv_tile import load_rows, padded
 from punica_jax.pallas_kernels._launch import compiled_once, pallas_call
 from punica_jax.pallas_kernels._pool import LoraPool
@@ -271,22 +276,17 @@ def _store_heads(
     lane = columns_of(half, min(LANES, LANES * num_warps // _HEADS))
     column = _of_head((module * heads + head) * head_dim) + lane
     cos, sin = (rows.load(ref, lane, None) for ref in (cos_ref, sin_ref))
-    [[low, high]] = rows.add_product(y_ref, [[column, column + half]], None)
-    turned = low * cos - high * sin, high * cos + low * sin
+    [halves] = rows.add_product(y_ref, [[column, column + half]], None)
+    turned = rotate(halves, cos, sin)
 
     def write(ref, at, values, mask):
-        mask = jnp.broadcast_to(_of_head(mask), low.shape)
-        for start, value in zip((0, half), values, strict=True):
-            target = ref.at[(*at, start + lane)]
-            plgpu.store(target, value.astype(ref.dtype), mask=mask)
+        mask = jnp.broadcast_to(_of_head(mask), values[0].shape)
+        store_halves(ref, at, lane, values, mask)
 
     # Others are apart, and nowhere: masked stores in interpret mode write old values.
     write(q_ref, (own.row, _of_head(head + heads * kind)), turned, live & is_q)
     there = live & ~is_q & (own.page < num_pages)
-    values = [
-        jnp.where(_of_head(is_v), plain, rotated)
-        for plain, rotated in zip((low, high), turned, strict=True)
-    ]
+    values = keys_or_values(_of_head(is_v), halves, turned)
     page = jnp.where(there, own.page, num_pages + kind)
     at = _of_head(is_v.astype(jnp.int32)), _of_head(page), head, own.offset
     write(kv_ref, at, values, there)

@@ -22,10 +22,15 @@ from jax.experimental.pallas import triton as plgpu
 
 from punica_jax.pallas_kernels._adapter_rows import AdapterRows, columns_of
 from punica_jax.pallas_kernels._fused import Shrunk
+from punica_jax.pallas_kernels._head_halves import (
+    keys_or_values,
+    kv_places,
+    rotate,
+    store_halves,
+)
 from punica_jax.pallas_kernels._launch import compiled_once, given, pallas_call
 from punica_jax.pallas_kernels._norm import Norm, NormedRows
 from punica_jax.pallas_kernels._page_tiles import (
-    kv_places,
     load,
     mask_of,
     module_of_block,
@@ -273,32 +278,27 @@ def _rotary_kernel(
     inside = None if half == lanes else lane < half
     columns = [[head * head_dim + lane, head * head_dim + half + lane]]
     cos, sin = (rows.load(ref, lane, inside) for ref in (cos_ref, sin_ref))
-    [[low, high]] = rows.add_product(y_ref, columns, inside)
-    rotated = low * cos - high * sin, high * cos + low * sin
+    [halves] = rows.add_product(y_ref, columns, inside)
+    turned = rotate(halves, cos, sin)
     mask = rows.mask(inside, lane)
-
-    def write(ref, at, values, mask):
-        for start, value in zip((0, half), values, strict=True):
-            target = ref.at[(*at, start + lane)]
-            plgpu.store(target, value.astype(ref.dtype), mask=mask)
 
     def of_row(values):
         return values[:, None, None]
 
-    pl.when(is_kv == 0)(lambda: write(q_ref, (of_row(rows.row), head), rotated, mask))
+    @pl.when(is_kv == 0)
+    def _():
+        store_halves(q_ref, (of_row(rows.row), head), lane, turned, mask)
 
     @pl.when(is_kv > 0)
     def _():
         page, offset, there = kv_places(
             page_ref, offset_ref, rows.row, rows.live, num_pages
         )
-        values = [
-            jnp.where(is_v > 0, own, turned)
-            for own, turned in zip((low, high), rotated, strict=True)
-        ]
+        values = keys_or_values(is_v > 0, halves, turned)
         kv_head = head - heads - is_v * kv_heads
         at = is_v, of_row(page), kv_head, of_row(offset)
-        write(kv_ref, at, values, mask_of(low.shape, of_row(there), mask))
+        there = mask_of(values[0].shape, of_row(there), mask)
+        store_halves(kv_ref, at, lane, values, there)
 
 
 def _rows_of_program(num_rows: int) -> int:

@@ -17,6 +17,7 @@ from punica_jax.pallas_kernels import (
     Segments,
     _attention_decode,
     _rotary,
+    _rotary_attention,
     _row_expand,
     lora_attention,
     lora_rotary,
@@ -319,6 +320,26 @@ def pool_of(max_pages):
 def test_which_steps_have_one_launch(shape, is_one):
     pool = pool_of(shape.pop("max_pages", 1))
     assert fits(*operands_of(**shape), pool) == is_one
+
+
+def test_layers_share_their_look_ups():
+    layer = make_layer()
+    segments = layer.segments
+    entries = segments.rows[0], segments.slots[0], segments.slots[0]
+
+    @jax.jit
+    def two_layers(sequences, entries, place):
+        first, second = (
+            _rotary_attention._look_up(
+                sequences, entries, place, slots=7, is_ordered=True
+            )
+            for _ in range(2)
+        )
+        return first * 2 + second
+
+    operands = layer.sequences[1:], entries, (layer.page, layer.offset)
+    text = two_layers.lower(*operands).compile().as_text()
+    assert len(re.findall(r" sort\(", text)) == 1
 
 
 @pytest.mark.parametrize(("rows", "num_warps"), [(1, 4), (8, 2), (32, 4)])

@@ -50,10 +50,7 @@ _BY_NAME = (
     ("expand", r"lora_expand"),
     ("rotary and cache writes, with expand", r"lora_rotary"),
     ("SiLU and product, with expand", r"lora_gated"),
-    (
-        "attention, with what is before it",
-        r"paged_attention_decode_rotary",
-    ),
+    ("attention, with what is before it", r"paged_attention_decode_rotary"),
     ("attention", r"paged_attention"),
     ("segments", r"segment_metadata"),
     ("base products", r"nvjet|gemm|cublas|cutlass|splitK|matmul"),

@@ -183,15 +183,16 @@ def _store_and_attend(
     sequences: tuple[Any, ...] = table.page_table, table.bounds, table.kv_lens
     options = {"max_query_len": max_query_len, "implementation": implementation}
     if unprojected.is_plain:
+        arrays = unprojected.linear.arrays
         return lora_attention(
             unprojected.x,
-            unprojected.linear.arrays["weight"],
+            arrays["weight"],
             unprojected.rotary,
             kv_pages,
             *place,
             *sequences,
             lora=unprojected.lora,
-            bias=unprojected.linear.arrays["bias"],
+            bias=arrays["bias"],
             **options,
         )
     q, k, v = unprojected.heads()

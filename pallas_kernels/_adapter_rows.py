@@ -207,7 +207,7 @@ class AdapterRows:
         v_ref, max_count = self._v_ref, self._page_table_ref.shape[1]
         shape = (RANK_PAGE, self.row.size, LANES // RANK_PAGE)
         rank = jnp.arange(RANK_PAGE, dtype=jnp.int32)[:, None, None]
-        if getattr(module, "ndim", 0):
+        if jnp.ndim(module):
             module = module[None, :, None]
         rank = rank + (module * max_count + number) * RANK_PAGE
         half = jnp.arange(LANES // RANK_PAGE, dtype=jnp.int32)[None, None, :]

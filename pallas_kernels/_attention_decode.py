@@ -130,7 +130,7 @@ def _decode_kernel(
     seq = jnp.minimum(slot, seqs - 1)
     kv_len = jnp.minimum(lens_ref[seq], pages_per_seq * page_size)
     kv_len = jnp.where(live, kv_len, 0)
-    blocks = blocks_of_split(kv_len, split, config)
+    blocks = lower, upper = blocks_of_split(kv_len, split, config)
 
     lane = jnp.arange(padded(group), dtype=jnp.int32)
     head = kv_head * group + lane
@@ -150,7 +150,8 @@ def _decode_kernel(
         store_result(out_ref, row, head, (lane < group) & (row < rows), sums)
         return
     part = slot * config.splits + split
-    store_split((out_ref, *stats_refs), part, head, lane < group, blocks, sums)
+    refs = out_ref, *stats_refs
+    store_split(refs, part, head, lane < group, sums, lower < upper)
 
 
 def blocks_of_split(
@@ -172,20 +173,20 @@ def store_result(out_ref, row: Array, head: Array, mask: Array, sums: Sums) -> N
 
 
 def store_split(
-    refs,  # f32[slots * splits, heads, head_dim], and of stats [slots * splits, heads]
-    part: Array,  # i32[]
+    refs,  # f32[n, heads, head_dim]; of maxima and totals, f32[n, heads]
+    part: Array,  # i32[], of n
     head: Array,  # i32[n]
     mask: Array,  # bool[n]
-    blocks: tuple[Array, Array],
     sums: Sums,
+    has_tokens: Array | bool = True,  # bool[]
 ) -> None:
-    """Store what queries have of a split, for `combine_splits`."""
+    """Store what queries have of a split or a part, for `add_up`."""
     sums_ref, *stats_refs = refs
     *stats, acc = sums
     for ref, value in zip(stats_refs, stats, strict=True):
         plgpu.store(ref.at[part, head], value, mask=mask)
     # The sums of a split without tokens are never read.
-    store_rows(sums_ref, part, head, mask & (blocks[0] < blocks[1]), acc)
+    store_rows(sums_ref, part, head, mask & has_tokens, acc)
 
 
 def attend_blocks(

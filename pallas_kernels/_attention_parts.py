@@ -20,8 +20,10 @@ from punica_jax.pallas_kernels._attention_decode import (
     add_up,
     attend_blocks,
     decode_attention,
+    result_shapes,
     row_of_slot,
     store_result,
+    store_split,
 )
 from punica_jax.pallas_kernels._counts import count_stored, counts_of, set_to_zero
 from punica_jax.pallas_kernels._decode_config import (
@@ -30,7 +32,7 @@ from punica_jax.pallas_kernels._decode_config import (
     config_of,
 )
 from punica_jax.pallas_kernels._dispatch import multiprocessors, shared_bytes
-from punica_jax.pallas_kernels._kv_tile import load_rows, padded, store_rows
+from punica_jax.pallas_kernels._kv_tile import load_rows, padded
 from punica_jax.pallas_kernels._launch import compiled_once, pallas_call
 
 # Two of 8189 tokens among 30 of 500 take 48 us, not 137, and 32 of 512 20.4, not 19.4
@@ -146,22 +148,20 @@ def _launch(
     config: PartsConfig,
     interpret: bool,
 ) -> Array:
-    rows, heads, head_dim = q.shape
     _, _, kv_heads, page_size, _ = kv_pages.shape
     seqs, pages_per_seq = page_table.shape
     work = _work_of_programs(
         bounds,
         jnp.minimum(kv_lens, pages_per_seq * page_size),
-        slots=max(rows, seqs),
+        slots=max(q.shape[0], seqs),
         config=config,
     )
     zeros = jnp.broadcast_to(jnp.minimum(bounds[0], 0), (seqs * kv_heads,))
     counts = counts_of(zeros)
-    stats = jax.ShapeDtypeStruct((seqs * config.parts, heads), jnp.float32)
-    sums = jax.ShapeDtypeStruct((seqs * config.parts, heads, head_dim), jnp.float32)
+    whole = jax.ShapeDtypeStruct(q.shape, q.dtype)
     return pallas_call(
         functools.partial(_kernel, scale=scale, config=config, interpret=interpret),
-        out_shape=[jax.ShapeDtypeStruct(q.shape, q.dtype), sums, stats, stats],
+        out_shape=[whole, *result_shapes(q, seqs, config.parts)],
         # Those with the most to do begin first, and those with nothing last.
         grid=(kv_heads, work.shape[0]),
         compiler_params=plgpu.CompilerParams(
@@ -255,11 +255,13 @@ def _kernel(
 
         @pl.when(parts > 1)
         def _():
-            top, total, acc = sums
-            place = seq * config.parts + part
-            for ref, value in ((tops_ref, top), (totals_ref, total)):
-                plgpu.store(ref.at[place, head], value, mask=lane < group)
-            store_rows(sums_ref, place, head, lane < group, acc)
+            store_split(
+                (sums_ref, tops_ref, totals_ref),
+                seq * config.parts + part,
+                head,
+                lane < group,
+                sums,
+            )
             own = seq * kv_heads + kv_head
             before = count_stored(counts_ref, own, interpret=interpret)
 

@@ -82,9 +82,27 @@ def paged_attention(
       ValueError: an argument's shape, dtype or value is none of the above.
     """
     check_attention(q, kv_pages, page_table, bounds, kv_lens, max_query_len)
-    scale = scale_of(scale, q)
+    return attend(
+        *(q, kv_pages, page_table, bounds, kv_lens),
+        max_query_len=max_query_len,
+        scale=scale_of(scale, q),
+        implementation=resolve(implementation),
+    )
+
+
+def attend(
+    q: Array,
+    kv_pages: Array,
+    page_table: Array,
+    bounds: Array,
+    kv_lens: Array,
+    *,
+    max_query_len: int,
+    scale: float,
+    implementation: str,
+) -> Array:
+    """Run `paged_attention`, on checked operands, by an implementation there is."""
     operands = (q, kv_pages, page_table, bounds, kv_lens)
-    implementation = resolve(implementation)
     if implementation == "xla":
         return _attention_reference.paged_attention(
             *operands, max_query_len=max_query_len, scale=scale

@@ -28,8 +28,8 @@ from punica_jax.pallas_kernels._lora_operands import check_lora
 from punica_jax.pallas_kernels._norm import NormedRows
 from punica_jax.pallas_kernels._operands import require
 from punica_jax.pallas_kernels._paged_attention import (
+    attend,
     check_attention,
-    paged_attention,
     scale_of,
 )
 
@@ -136,11 +136,11 @@ def lora_attention(
             interpret=resolved != "pallas_triton",
         )
     rotated, kv_pages = _rotate(resolved, x, weight, cache, **options)
-    out = paged_attention(
+    out = attend(
         *(rotated, kv_pages, *sequences),
         max_query_len=max_query_len,
         scale=scale,
-        implementation=implementation,
+        implementation=resolved,
     )
     return out, kv_pages
 

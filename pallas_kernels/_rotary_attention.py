@@ -240,7 +240,8 @@ def _kernel(
         store_result(out_ref, own.row, head + lane, mask, sums)
         return
     part = own.slot * config.splits + split
-    store_split((out_ref, *stats_refs), part, head + lane, lane < 1, blocks, sums)
+    refs = out_ref, *stats_refs
+    store_split(refs, part, head + lane, lane < 1, sums, has_blocks)
 
 
 def _store_heads(
@@ -265,13 +266,9 @@ def _store_heads(
     is_q, is_v = kind == 0, kind == 2
     live = jnp.where(is_q, wanted[0], wanted[1] & (kind < 3))
     module = jnp.minimum(kind, 2)
-    row, *known = (
-        jnp.broadcast_to(value, kind.shape)
-        for value in (own.row, own.entry, own.adapter, own.first_page)
-    )
-    rows = AdapterRows(
-        adapter_refs, KnownRows(known[0], row, *known[1:]), [module], live
-    )
+    known = KnownRows(own.entry, own.row, own.adapter, own.first_page)
+    known = KnownRows(*(jnp.broadcast_to(value, kind.shape) for value in known))
+    rows = AdapterRows(adapter_refs, known, [module], live)
     # All ranks of a column are one lane's, as in `_row_expand`, with two warps, too.
     lane = columns_of(half, min(LANES, LANES * num_warps // _HEADS))
     column = _of_head((module * heads + head) * head_dim) + lane

@@ -318,7 +318,8 @@ def pool_of(max_pages):
     ],
 )
 def test_which_steps_have_one_launch(shape, is_one):
-    pool = pool_of(shape.pop("max_pages", 1))
+    shape = {"max_pages": 1} | shape
+    pool = pool_of(shape.pop("max_pages"))
     assert fits(*operands_of(**shape), pool) == is_one
 
 
@@ -385,8 +386,9 @@ def launches_of(layer, **options):
     """The names of what a step's layer launches on an H200."""
     x, weight, cache, sequences, lora, bias = layer_operands(layer)
 
+    options = {"max_query_len": 1} | options
+
     def run(x):
-        options.setdefault("max_query_len", 1)
         return lora_attention(
             *(x, weight, *cache, *sequences, lora),
             **bias,

@@ -37,11 +37,7 @@ def test_what_runs_beside_or_inside_another_counts_once():
         ("lora_expand", (), "expand"),
         ("lora_rotary_expand", (), "rotary and cache writes, with expand"),
         ("paged_attention_decode", (), "attention"),
-        (
-            "paged_attention_decode_rotary",
-            (),
-            "attention, with what is before it",
-        ),
+        ("paged_attention_decode_rotary", (), "attention, with what is before it"),
         ("segment_metadata", (), "segments"),
         ("nvjet_tst_64x8_64x16_1x4_h_bz_TNT", (), "base products"),
         ("gemm_fusion_dot_3", (), "base products"),

@@ -36,29 +36,49 @@ def decode_attention(
     kv_lens: Array,  # i32[seqs]
     *,
     scale: float,
+    others: Array | None = None,  # [rows, heads, head_dim]
     config: DecodeConfig | None = None,
     interpret: bool = False,
 ) -> Array:
-    """Run `paged_attention` for sequences of at most one row each."""
+    """Run `paged_attention` for sequences of at most one row each.
+
+    Those of more rows are left out where there are `others`, which hold what their rows
+    attend to: the result is written to the same array. Then there are no splits.
+    """
     if config is None:
         config = config_of(q, kv_pages, page_table)
-    # A slot is a sequence, and beyond those whatever padding rows are left.
-    slots = max(q.shape[0], page_table.shape[0])
-    kernel = functools.partial(_decode_kernel, scale=scale, config=config)
+    assert others is None or config.splits == 1, config
+    slots = num_slots(q, page_table, others)
+    kernel = functools.partial(
+        _decode_kernel, has_others=others is not None, scale=scale, config=config
+    )
     grid, order = (slots, kv_pages.shape[2], config.splits), ()
     if not run_at_once(grid):
         grid, order = grid[::-1], (longest_first(bounds, kv_lens, slots=slots),)
+    operands = *order, q, kv_pages, page_table, bounds, kv_lens
+    if others is not None:
+        operands = *operands, others
     partial = pallas_call(
         kernel if order else functools.partial(kernel, None),
         out_shape=result_shapes(q, slots, config.splits),
         grid=grid,
+        input_output_aliases={} if others is None else {len(operands) - 1: 0},
         compiler_params=plgpu.CompilerParams(
             num_warps=config.num_warps, num_stages=config.num_stages
         ),
         interpret=interpret,
         name="paged_attention_decode",
-    )(*order, q, kv_pages, page_table, bounds, kv_lens)
+    )(*operands)
     return combine_splits(partial, bounds, q, interpret=interpret)
+
+
+def num_slots(q: Array, page_table: Array, others: Array | None) -> int:
+    """Return the slots of a launch: a sequence each, and of padding rows.
+
+    Those that are left beyond the sequences, where nobody else writes them.
+    """
+    rows, seqs = q.shape[0], page_table.shape[0]
+    return max(rows, seqs) if others is None else seqs
 
 
 def result_shapes(
@@ -86,7 +106,7 @@ def run_at_once(grid: tuple[int, ...]) -> bool:
 @functools.partial(jax.jit, static_argnames="slots")
 def longest_first(bounds: Array, kv_lens: Array, *, slots: int) -> Array:
     """Return slots by their tokens, those with the most first, `i32[slots]`."""
-    tokens = jnp.where(jnp.diff(bounds) > 0, kv_lens, 0)
+    tokens = jnp.where(jnp.diff(bounds) == 1, kv_lens, 0)
     tokens = jnp.pad(tokens, (0, slots - len(tokens)))
     return lax.sort_key_val(-tokens, jnp.arange(slots, dtype=jnp.int32))[1]
 
@@ -94,17 +114,20 @@ def longest_first(bounds: Array, kv_lens: Array, *, slots: int) -> Array:
 def row_of_slot(
     bounds,  # i32[seqs + 1], or a ref of it
     slot: Array,  # i32[] or i32[n]
+    outside: int | None = None,
 ) -> tuple[Array, Array]:
     """The slot's row, and whether it belongs to a sequence.
 
     Every padding row gets an idle slot, which writes zeros there: each live sequence
     has one row, so `bounds[slot]` counts those before, and the rest before are idle.
-    An idle slot left over gets a row past the end.
+    An idle slot left over gets a row past the end; and so do all idle ones, from
+    `outside` on, where there are sequences of more rows, which have one, too.
     """
     seqs = bounds.shape[0] - 1
     first = bounds[jnp.minimum(slot, seqs)]
-    live = bounds[jnp.minimum(slot + 1, seqs)] > first
-    return jnp.where(live, first, bounds[seqs] + slot - first), live
+    live = bounds[jnp.minimum(slot + 1, seqs)] - first == 1
+    idle = bounds[seqs] - first if outside is None else outside
+    return jnp.where(live, first, idle + slot), live
 
 
 def _decode_kernel(
@@ -114,11 +137,15 @@ def _decode_kernel(
     table_ref,  # i32[seqs, pages_per_seq]
     bounds_ref,  # i32[seqs + 1]
     lens_ref,  # i32[seqs]
-    out_ref,  # [rows, heads, head_dim], or f32[slots * splits, heads, head_dim]
-    *stats_refs,  # of splits, f32[slots * splits, heads]: maximum, total
+    # Of others, [rows, heads, head_dim], is out_ref; out_ref, the same or
+    # f32[slots * splits, heads, head_dim]; of splits, f32[slots * splits, heads]:
+    # maximum, total.
+    *refs,
+    has_others: bool,
     scale: float,
     config: DecodeConfig,
 ):
+    out_ref, *stats_refs = refs[has_others:]
     first, kv_head, last = (pl.program_id(axis) for axis in range(3))
     slot, split = (first, last) if order_ref is None else (order_ref[last], first)
     rows, heads, _ = q_ref.shape
@@ -126,32 +153,36 @@ def _decode_kernel(
     seqs, pages_per_seq = table_ref.shape
     group = heads // kv_heads
 
-    row, live = row_of_slot(bounds_ref, slot)
+    row, live = row_of_slot(bounds_ref, slot, rows if has_others else None)
     seq = jnp.minimum(slot, seqs - 1)
     kv_len = jnp.minimum(lens_ref[seq], pages_per_seq * page_size)
     kv_len = jnp.where(live, kv_len, 0)
     blocks = lower, upper = blocks_of_split(kv_len, split, config)
 
-    lane = jnp.arange(padded(group), dtype=jnp.int32)
-    head = kv_head * group + lane
-    q = load_rows(q_ref, row, head, (lane < group) & (row < rows))
-    sums = attend_blocks(
-        q,
-        kv_ref,
-        table_ref,
-        seq,
-        kv_head,
-        kv_len,
-        blocks,
-        scale=scale,
-        config=config,
-    )
-    if not stats_refs:
-        store_result(out_ref, row, head, (lane < group) & (row < rows), sums)
-        return
-    part = slot * config.splits + split
-    refs = out_ref, *stats_refs
-    store_split(refs, part, head, lane < group, sums, lower < upper)
+    def work():
+        lane = jnp.arange(padded(group), dtype=jnp.int32)
+        head = kv_head * group + lane
+        q = load_rows(q_ref, row, head, (lane < group) & (row < rows))
+        sums = attend_blocks(
+            q,
+            kv_ref,
+            table_ref,
+            seq,
+            kv_head,
+            kv_len,
+            blocks,
+            scale=scale,
+            config=config,
+        )
+        if not stats_refs:
+            store_result(out_ref, row, head, (lane < group) & (row < rows), sums)
+            return
+        part = slot * config.splits + split
+        refs = out_ref, *stats_refs
+        store_split(refs, part, head, lane < group, sums, lower < upper)
+
+    # Without others idle slots write padding rows' zeros.
+    pl.when(live)(work) if has_others else work()
 
 
 def blocks_of_split(

@@ -20,6 +20,7 @@ from punica_jax.pallas_kernels._attention_decode import (
     add_up,
     attend_blocks,
     decode_attention,
+    num_slots,
     result_shapes,
     row_of_slot,
     store_result,
@@ -108,33 +109,32 @@ def parts_attention(
     *,
     scale: float,
     config: PartsConfig,
+    others: Array | None = None,
     interpret: bool = False,
 ) -> Array:
-    """Run `paged_attention` for sequences of at most one row each."""
+    """Run `decode_attention`."""
 
     @jax.custom_batching.custom_vmap
-    def in_parts(q, kv_pages, page_table, bounds, kv_lens):
-        return _launch(
-            q,
-            kv_pages,
-            page_table,
-            bounds,
-            kv_lens,
-            scale=scale,
-            config=config,
-            interpret=interpret,
-        )
+    def in_parts(*operands):
+        return _launch(*operands, scale=scale, config=config, interpret=interpret)
 
     @in_parts.def_vmap
     def _(axis_size, in_batched, *operands):
         # Parts of several batches must not count in one place.
-        whole = functools.partial(
-            decode_attention, scale=scale, config=config.decode, interpret=interpret
-        )
-        axes = [0 if batched else None for batched in in_batched]
+        def whole(*operands):
+            *operands, others = operands
+            return decode_attention(
+                *operands,
+                scale=scale,
+                others=others,
+                config=config.decode,
+                interpret=interpret,
+            )
+
+        axes = jax.tree.map(lambda batched: 0 if batched else None, list(in_batched))
         return jax.vmap(whole, axes, axis_size=axis_size)(*operands), True
 
-    return in_parts(q, kv_pages, page_table, bounds, kv_lens)
+    return in_parts(q, kv_pages, page_table, bounds, kv_lens, others)
 
 
 def _launch(
@@ -143,6 +143,7 @@ def _launch(
     page_table: Array,
     bounds: Array,
     kv_lens: Array,
+    others: Array | None,
     *,
     scale: float,
     config: PartsConfig,
@@ -153,32 +154,38 @@ def _launch(
     work = _work_of_programs(
         bounds,
         jnp.minimum(kv_lens, pages_per_seq * page_size),
-        slots=max(q.shape[0], seqs),
+        slots=num_slots(q, page_table, others),
+        outside=None if others is None else q.shape[0],
         config=config,
     )
     zeros = jnp.broadcast_to(jnp.minimum(bounds[0], 0), (seqs * kv_heads,))
     counts = counts_of(zeros)
     whole = jax.ShapeDtypeStruct(q.shape, q.dtype)
+    operands = work, counts, q, kv_pages, page_table
+    if others is not None:
+        operands = *operands, others
     return pallas_call(
         functools.partial(_kernel, scale=scale, config=config, interpret=interpret),
         out_shape=[whole, *result_shapes(q, seqs, config.parts)],
         # Those with the most to do begin first, and those with nothing last.
         grid=(kv_heads, work.shape[0]),
+        input_output_aliases={} if others is None else {len(operands) - 1: 0},
         compiler_params=plgpu.CompilerParams(
             num_warps=config.decode.num_warps, num_stages=config.decode.num_stages
         ),
         interpret=interpret,
         name="paged_attention_decode",
-    )(work, counts, q, kv_pages, page_table)[0]
+    )(*operands)[0]
 
 
 # A function of its own is traced once for all layers; of its calls XLA leaves one.
-@functools.partial(jax.jit, static_argnames=("slots", "config"))
+@functools.partial(jax.jit, static_argnames=("slots", "outside", "config"))
 def _work_of_programs(
     bounds: Array,  # i32[seqs + 1]
     kv_lens: Array,  # i32[seqs]
     *,
     slots: int,
+    outside: int | None = None,  # see `row_of_slot`
     config: PartsConfig,
 ) -> Array:
     """Return what programs do, those with the most blocks first.
@@ -191,7 +198,7 @@ def _work_of_programs(
     seqs = kv_lens.shape[0]
     slot = jnp.arange(slots, dtype=jnp.int32)[:, None]
     part = jnp.arange(config.parts, dtype=jnp.int32)[None, :]
-    row, live = row_of_slot(bounds, slot)
+    row, live = row_of_slot(bounds, slot, outside)
     seq = jnp.minimum(slot, seqs - 1)
     kv_len = jnp.where(live, kv_lens[seq], 0)
     blocks = -(-kv_len // config.decode.block_kv)
@@ -199,7 +206,10 @@ def _work_of_programs(
     blocks_per_part = -(-blocks // parts)
     # Rounded up, they may be enough for fewer parts.
     parts = jnp.maximum(-(-blocks // jnp.maximum(blocks_per_part, 1)), 1)
-    parts = jnp.where(part < parts, parts, 0)
+    there = part < parts
+    if outside is not None:
+        there &= live
+    parts = jnp.where(there, parts, 0)
     lower = part * blocks_per_part
     upper = jnp.minimum(lower + blocks_per_part, blocks)
 
@@ -216,15 +226,14 @@ def _kernel(
     q_ref,  # [rows, heads, head_dim]
     kv_ref,  # [2, pages, kv_heads, page_size, head_dim]
     table_ref,  # i32[seqs, pages_per_seq]
-    out_ref,  # [rows, heads, head_dim]
-    sums_ref,  # f32[seqs * parts, heads, head_dim]
-    tops_ref,  # f32[seqs * parts, heads]
-    totals_ref,  # f32[seqs * parts, heads]
-    *,
+    # Of others, [rows, heads, head_dim], is out_ref; out_ref, the same; of parts,
+    # f32[seqs * parts, heads, head_dim], and f32[seqs * parts, heads]: maximum, total.
+    *refs,
     scale: float,
     config: PartsConfig,
     interpret: bool,
 ):
+    out_ref, sums_ref, tops_ref, totals_ref = refs[-4:]
     kv_head, program = pl.program_id(0), pl.program_id(1)
     row, seq, kv_len, lower, upper, part, parts = (
         work_ref[program, column] for column in range(7)

@@ -85,10 +85,14 @@ def prefill_attention(
     *,
     max_query_len: int,
     scale: float,
+    skip_lone: bool = False,
     config: PrefillConfig | None = None,
     interpret: bool = False,
 ) -> Array:
-    """Run `paged_attention` for sequences of any number of rows."""
+    """Run `paged_attention` for sequences of any number of rows.
+
+    With `skip_lone` those of one row are left out: what is there is anything.
+    """
     rows, heads, head_dim = q.shape
     kv_heads = kv_pages.shape[2]
     if config is None:
@@ -98,7 +102,13 @@ def prefill_attention(
             itemsize=kv_pages.dtype.itemsize,
             max_query_len=max_query_len,
         )
-    tiles = _tile_table(bounds, kv_lens, rows=rows, block_rows=config.block_rows)
+    tiles = _tile_table(
+        bounds,
+        kv_lens,
+        rows=rows,
+        block_rows=config.block_rows,
+        skip_lone=skip_lone,
+    )
     return pallas_call(
         functools.partial(_prefill_kernel, scale=scale, config=config),
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
@@ -117,6 +127,7 @@ def _tile_table(
     *,
     rows: int,
     block_rows: int,
+    skip_lone: bool = False,
 ) -> Array:
     """Each tile's sequence, first row, number of rows, and tokens before its rows.
 
@@ -126,8 +137,10 @@ def _tile_table(
       `i32[tiles, 4]`; unused tiles have no rows.
     """
     seqs = kv_lens.shape[0]
+    # The padding rows are not left out, though they be one.
+    skipped = jnp.append(jnp.diff(bounds) == 1, False) if skip_lone else None
     bounds = jnp.append(bounds, jnp.int32(rows))
-    seq, first = query_tiles(bounds, rows=rows, block_rows=block_rows)
+    seq, first = query_tiles(bounds, rows=rows, block_rows=block_rows, skipped=skipped)
     end = jnp.where(seq < 0, first, bounds[seq + 1])
     before = kv_lens[jnp.clip(seq, 0, seqs - 1)] - end + first
     num_rows = jnp.clip(end - first, 0, block_rows)

@@ -9,7 +9,7 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Float, Int32
+from jaxtyping import Bool, Float, Int32
 
 # Rows of one sequence that are computed at once: the scores of one tile are
 # f32[heads, 64, pages_per_seq * page_size], whatever the number of rows.
@@ -86,7 +86,12 @@ def max_query_tiles(rows: int, seqs: int, block_rows: int, aligned: int = 1) -> 
 
 
 def query_tiles(
-    bounds: Int32[Array, " edges"], *, rows: int, block_rows: int, aligned: int = 1
+    bounds: Int32[Array, " edges"],
+    *,
+    rows: int,
+    block_rows: int,
+    aligned: int = 1,
+    skipped: Bool[Array, " seqs"] | None = None,
 ) -> tuple[Int32[Array, " tiles"], Int32[Array, " tiles"]]:
     """Cut the rows of every sequence into tiles of at most `block_rows` rows.
 
@@ -96,6 +101,7 @@ def query_tiles(
       block_rows: rows of a tile (static).
       aligned: what tiles begin at multiples of (static), a divisor of `block_rows`: a
         sequence's first one may begin at some rows of the one before.
+      skipped: which sequences' rows are no tile's; None if none are.
 
     Returns:
       Each tile's sequence, -1 if the tile is unused, and its first row. Tiles of a
@@ -104,7 +110,10 @@ def query_tiles(
     seqs = bounds.shape[0] - 1
     begins = bounds[:-1] // aligned * aligned
     tiles_of_seq = (bounds[1:] - begins + (block_rows - 1)) // block_rows
-    tiles_of_seq = jnp.where(bounds[1:] > bounds[:-1], tiles_of_seq, 0)
+    has_tiles = bounds[1:] > bounds[:-1]
+    if skipped is not None:
+        has_tiles &= ~skipped
+    tiles_of_seq = jnp.where(has_tiles, tiles_of_seq, 0)
     ends = jnp.cumsum(tiles_of_seq)
     tile = _range(max_query_tiles(rows, seqs, block_rows, aligned))
     seq = jnp.searchsorted(ends, tile, side="right", method="compare_all")

@@ -63,6 +63,9 @@ def test_query_tiles_cover_each_row_once(lengths, rows, block_rows, aligned):
 
 
 window_table = jax.jit(_attention_warpgroups._window_table, static_argnames="rows")
+lone_window_table = jax.jit(
+    _attention_warpgroups._window_table, static_argnames=("rows", "skip_lone")
+)
 
 
 @hypothesis.given(
@@ -102,6 +105,30 @@ def test_windows_hold_each_row_once(lengths, most, many):
         # The last ones see the most.
         tokens = [0 if seq < 0 else end + at for seq, _, _, end, at in windows]
         assert tokens == sorted(tokens)
+
+
+@hypothesis.given(
+    lengths=st.lists(st.sampled_from([0, 1, 1, 2, 7, 130]), min_size=9, max_size=9),
+    padding=st.sampled_from([0, 1, 40]),
+)
+@hypothesis.settings(max_examples=40)
+def test_windows_leave_out_sequences_of_one_row(lengths, padding):
+    rows = 1240
+    lengths[0] += rows - padding - sum(lengths)  # one program for all of them
+    bounds = jnp.asarray(np.cumsum([0, *lengths]), jnp.int32)
+    kv_lens = jnp.asarray(lengths, jnp.int32) + 3
+    windows = {
+        skip_lone: {
+            tuple(window) for window in np.asarray(table)[: int(count[0])].tolist()
+        }
+        for skip_lone in (False, True)
+        for table, count in [
+            lone_window_table(bounds, kv_lens, rows=rows, skip_lone=skip_lone)
+        ]
+    }
+    assert windows[True] == {
+        window for window in windows[False] if window[0] < 0 or lengths[window[0]] != 1
+    }
 
 
 def lowered_kernels(operands, **options):
@@ -198,6 +225,35 @@ def test_many_rows_go_to_warp_groups(
         calls = lowered_kernels((q, *others), max_query_len=rows)
     assert set(calls) == {found}
     assert calls[found][2] == "1x6xi32"
+
+
+@HOPPER
+@pytest.mark.parametrize("kv_heads", [8, 32])
+@pytest.mark.parametrize(
+    ("rows", "prompts"),
+    [
+        (64, "paged_attention_prefill"),
+        (512, "paged_attention_prefill"),
+        (1024, "mosaic_gpu"),
+    ],
+)
+def test_rows_that_decode_have_a_launch_beside_prompts(rows, prompts, kv_heads):
+    shape = {"heads": 32, "kv_heads": kv_heads, "head_dim": 64, "dtype": "bfloat16"}
+    batch = make_batch([1] * 32, [20] * 32, **shape, padding=rows - 32)
+    calls = lowered_kernels(batch.operands(), max_query_len=rows)
+    assert set(calls) == {prompts, "paged_attention_decode"}
+    # It takes a slot for each sequence, none for padding rows, and others' result.
+    *first, others = calls["paged_attention_decode"]
+    assert first[0] == (f"{rows}x32x64xbf16" if kv_heads == 8 else "32xi32")
+    assert others == f"{rows}x32x64xbf16"
+
+
+def test_one_sequence_is_no_mixture():
+    shape = {"heads": 32, "kv_heads": 32, "head_dim": 64, "dtype": "bfloat16"}
+    # A page table for one block, which has no splits.
+    batch = make_batch([1], [20], **shape, padding=15)
+    calls = lowered_kernels(batch.operands(), max_query_len=16)
+    assert set(calls) == {"paged_attention_prefill"}
 
 
 def test_wide_decode_needs_no_second_launch():

@@ -86,6 +86,22 @@ def test_each_block_has_one_program(live, lengths, parts, part_blocks):
         )
 
 
+@hypothesis.given(
+    query_lens=st.lists(st.integers(0, 3), min_size=5, max_size=5), lengths=lengths
+)
+@hypothesis.settings(max_examples=40)
+def test_longer_sequences_have_no_program(query_lens, lengths):
+    bounds = np.cumsum([0, *query_lens]).astype(np.int32)
+    work = _attention_parts._work_of_programs(
+        bounds, np.int32(lengths), slots=5, outside=100, config=config_of()
+    )
+    busy = [program for program in np.asarray(work).tolist() if program[-1]]
+    found = {(row, seq, tokens) for row, seq, tokens, *_ in busy}
+    assert found == {
+        (bounds[seq], seq, lengths[seq]) for seq in range(5) if query_lens[seq] == 1
+    }
+
+
 @hypothesis.given(live=live, lengths=lengths, others=lengths, seq=st.integers(0, 4))
 @hypothesis.settings(max_examples=40)
 def test_neighbours_cut_nothing(live, lengths, others, seq):
@@ -339,10 +355,43 @@ class TestInterpret(PartsTests):
         )
         assert_near(actual, batch.expected())
 
+    def test_beside_prompts(self):
+        shape = {"heads": 8, "kv_heads": 8, "head_dim": 16, "page_size": 64}
+        query_lens, lens = [1] * 32, [4100, *[3] * 31]
+        query_lens[1:4], lens[1:4] = [20, 0, 3], [50, 0, 4105]
+        batch = make_batch(query_lens, lens, **shape, padding=2, spare_pages=0)
+        operands = batch.operands(fill=np.nan, table_fill=NOWHERE)
+        assert parts_config(*operands[:3]) is not None
+        options = {"max_query_len": 20, "implementation": "pallas_interpret"}
+        actual = paged_attention(*operands, **options)
+        assert_near(actual, batch.expected())
+        q, *sequences = operands
+        twice = jax.vmap(lambda q: paged_attention(q, *sequences, **options))(
+            jnp.stack([q, q])
+        )
+        for own in twice:
+            np.testing.assert_allclose(own, actual, rtol=1e-5, atol=1e-6)
+
 
 @pytest.mark.gpu
 class TestTriton(PartsTests):
     interpret = False
+
+    def test_beside_prompts(self):
+        shape = {"heads": 32, "kv_heads": 8, "head_dim": 128, "page_size": 64}
+        query_lens, lens = [1] * 32, [400 + i for i in range(32)]
+        query_lens[1:4], lens[1:4] = [20, 0, 3], [50, 0, 4105]
+        lens[7] = 8189
+        batch = make_batch(query_lens, lens, **shape, dtype="bfloat16", padding=10)
+        attend = functools.partial(
+            paged_attention, max_query_len=64, implementation="pallas_triton"
+        )
+        operands = batch.operands(fill=np.nan, table_fill=NOWHERE)
+        assert parts_config(*operands[:3]) is not None
+        actual = jax.jit(attend)(*operands)
+        assert_near(actual, batch.expected())
+        for _ in range(20):
+            assert_same(jax.jit(attend)(*operands), actual)
 
     @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
     @pytest.mark.parametrize(

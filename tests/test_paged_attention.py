@@ -13,7 +13,7 @@ from punica_jax.pallas_kernels._attention_prefill import (
     prefill_attention,
 )
 from punica_jax.pallas_kernels._attention_warpgroups import warpgroup_attention
-from punica_jax.pallas_kernels._decode_config import DecodeConfig
+from punica_jax.pallas_kernels._decode_config import DecodeConfig, config_of
 from punica_jax.pallas_kernels._dispatch import has_warpgroups
 from punica_jax.pallas_kernels._paged_attention import paged_attention
 from tests.attention_cases import NOWHERE, assert_near, assert_same, make_batch
@@ -41,6 +41,12 @@ DECODE_LENS = [1, 3, 64, 65, 256, 513]
 # An idle sequence, decode rows, whole prompts and a later chunk of a longer one.
 MIXED_QUERY_LENS = [3, 0, 1, 65, 1, 33, 16]
 MIXED_KV_LENS = [3, 0, 64, 65, 1, 130, 16]
+# With heads enough for programs without splits.
+AMONG_QUERY_LENS = [
+    [1, 17, 1, 0, 1, 1, 5, 1, 20, 1, 1, 0, 2, 1, 1, 1],
+    [1] * 15 + [0],
+    [3, 2] * 8,
+]
 
 
 class AttentionTests:
@@ -230,6 +236,37 @@ class KernelTests(AttentionTests):
         actual = jax.jit(attend)(*batch.operands(fill=np.nan, table_fill=NOWHERE))
         assert_near(actual, batch.expected())
 
+    @pytest.mark.parametrize("query_lens", AMONG_QUERY_LENS)
+    def test_one_row_among_longer_sequences(self, query_lens):
+        """It is to the bit what the decode form gives, and prompts what theirs does."""
+        kv_lens = [max(n, (37 * n + 61 * i) % 200) for i, n in enumerate(query_lens)]
+        shape = {"heads": 32, "kv_heads": 16, "head_dim": 16, "dtype": "bfloat16"}
+        batch = make_batch(query_lens, kv_lens, **shape, padding=1)
+        operands = batch.operands(fill=np.nan, table_fill=NOWHERE)
+        assert config_of(*operands[:3]).splits == 1
+        actual = self.run(batch, max_query_len=20, fill=np.nan, table_fill=NOWHERE)
+        assert_near(actual, batch.expected())
+
+        row_of = np.cumsum([0, *query_lens])
+        rows, bounds = np.arange(row_of[-1]), jnp.asarray(row_of, jnp.int32)
+        of_one = np.repeat(np.equal(query_lens, 1), query_lens)
+        prompts = jax.jit(
+            functools.partial(
+                prefill_attention,
+                max_query_len=20,
+                scale=0.25,
+                interpret=self.implementation == "pallas_interpret",
+            )
+        )(*operands[:3], bounds, operands[4])
+        assert_same(actual[rows[~of_one]], prompts[rows[~of_one]])
+        lone = dataclasses.replace(
+            batch,
+            q=[q if len(q) == 1 else q[:0] for q in batch.q],
+            num_rows=query_lens.count(1) + 1,
+        )
+        decoded = self.run(lone, max_query_len=1)
+        assert_same(actual[rows[of_one]], decoded[:-1])
+
 
 class TestInterpret(KernelTests):
     implementation = "pallas_interpret"
@@ -311,6 +348,24 @@ class TestWarpgroups(AttentionTests):
             padding=200,
         )
         actual = self.run(batch, max_query_len=300, fill=np.nan, table_fill=NOWHERE)
+        assert_near(actual, batch.expected())
+
+    @pytest.mark.parametrize("shape", [(8, 8, 128), (32, 8, 64)])
+    def test_sequences_of_one_row_have_their_own_launch(self, shape):
+        heads, kv_heads, head_dim = shape
+        query_lens = [1, 130, 1, 0, 257, 1, 5, 1, *[1] * 24]
+        kv_lens = [max(n, (37 * n + 611 * i) % 900) for i, n in enumerate(query_lens)]
+        batch = make_batch(
+            query_lens,
+            kv_lens,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            dtype="bfloat16",
+            padding=1024 - sum(query_lens),
+        )
+        operands = batch.operands(fill=np.nan, table_fill=NOWHERE)
+        actual = apply(operands, max_query_len=1024, implementation=self.implementation)
         assert_near(actual, batch.expected())
 
     def test_more_windows_than_programs(self):

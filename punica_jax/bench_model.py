@@ -236,10 +236,10 @@ class BenchModel:
         device, host = [], []
         for _ in range(repeats):
             launches, start = [], 0.0
-            tokens = before_all = self.runner.forward(batches[-1])
+            tokens = before_all = self.runner.forward(batches[-1]).likely
             for number in range(passes * len(batches)):
                 before = time.perf_counter()
-                tokens = self.runner.forward(batches[number % len(batches)])
+                tokens = self.runner.forward(batches[number % len(batches)]).likely
                 if number < NUM_UNHINDERED:
                     launches.append(time.perf_counter() - before)
                 if number == 0:  # the device has this one to go on with

@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import punica_jax as pj
-from punica_jax.batch import Batch, Buckets
+from punica_jax.batch import Batch, Bucket, Buckets
 from tests import tiny_checkpoint as tiny
 
 PROMPTS = ["hello", "hello", "hello", "a prompt that is longer", "x", "hello"]
@@ -346,6 +346,30 @@ def test_what_is_compiled_ahead_is_what_runs(checkpoint, compiles):
         with compiles:
             runner.forward(Batch.of([], bucket, pages_per_seq))
         assert compiles.count == 0
+
+
+def test_a_decode_step_writes_where_the_last_one_did(checkpoint):
+    llm = pj.LLM(checkpoint / "model", max_seats=4, page_size=16, progress=False)
+    runner, pages_per_seq = llm._loop._runner, 2
+    decode, prefill = Bucket(4, 4, 1), Bucket(64, 4, 64)
+    other = Bucket(1, 1, 1)
+    forwards = [
+        runner.forward(Batch.of([], bucket, pages_per_seq))
+        for bucket in (decode, prefill, other)
+    ]
+    first, *others = forwards
+    likely = np.asarray(first.likely)
+    places = [one.unsafe_buffer_pointer() for one in (first.logits, *first.blocks)]
+    second = runner.forward(Batch.of([], decode, pages_per_seq))
+    assert places == [
+        one.unsafe_buffer_pointer() for one in (second.logits, *second.blocks)
+    ]
+    assert first.logits.is_deleted()
+    assert all(block.is_deleted() for block in first.blocks)
+    np.testing.assert_array_equal(first.likely, likely)
+    # What another size's step gave is its own, and prompts' steps keep nothing.
+    assert not any(array.is_deleted() for array in jax.tree.leaves(others))
+    assert prefill not in runner._spent
 
 
 def test_a_full_pool_can_replace(checkpoint):

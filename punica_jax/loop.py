@@ -12,6 +12,7 @@ from typing import NamedTuple
 from punica_jax.batch import BLOCK_ROWS, Batch, Buckets, Feed, Wanted
 from punica_jax.chunk import Chunk
 from punica_jax.claims import Adapters
+from punica_jax.forward import NO_TOKEN
 from punica_jax.logprobs import Logprobs
 from punica_jax.pages import KvPages
 from punica_jax.policies import FirstComeFirstServed, Policy
@@ -22,7 +23,7 @@ from punica_jax.request import (
     RequestError,
     TokenLogprobs,
 )
-from punica_jax.runner import NO_TOKEN, Launched, Output, Runner
+from punica_jax.runner import Launched, Output, Runner
 from punica_jax.scheduler import Scheduler
 from punica_jax.seats import SeatRow
 from punica_jax.sequence import SequenceState

@@ -4,7 +4,6 @@ Knows batches, pages and slots as numbers. Knows nothing of requests, text, name
 adapters, or which pages and slots are free.
 """
 
-import dataclasses
 import functools
 import itertools
 import os
@@ -20,13 +19,14 @@ from flax import nnx
 
 from punica_jax.batch import BLOCK_ROWS, Batch, Bucket, Feed, Wanted
 from punica_jax.device_pools import DevicePools
+from punica_jax.forward import Forward, SpentForwards, flat_forward
 from punica_jax.logprobs import Logprobs, token_logprobs
 from punica_jax.models import Attended, KvCache, Llama, LoraPools
 from punica_jax.packing import pack, unpack
 from punica_jax.pallas_kernels import MAX_PROJECT_ROWS, resolve
 from punica_jax.request import SamplingParams
-from punica_jax.seats import SeatRow, Seats, draw, fed_tokens, keep_tokens, write_seat
-from punica_jax.step import run_step, token_logits
+from punica_jax.seats import SeatRow, Seats, draw, write_seat
+from punica_jax.step import token_logits
 
 _GPU_SCHEDULING = "xla_gpu_command_buffer_scheduling_mode"
 # Of many rows, which XLA multiplies: a 7B's layer takes 443 us so for 128 rows of 12
@@ -37,29 +37,6 @@ _CUBLAS_ALONE = {"xla_gpu_enable_triton_gemm": False}
 
 # Programs compiled at a time: each takes some host memory.
 _MAX_COMPILING = 8
-
-# What a sequence gets for a token whose logits are not all finite.
-NO_TOKEN = -1
-
-
-# Logits and blocks of a `Forward` that nobody needs any more.
-_Spent = tuple[jax.Array, tuple[jax.Array, ...]]
-
-
-class Forward(NamedTuple):
-    """A forward on its way, on the device.
-
-    Attributes:
-      likely: `i32[seqs]`, the most likely next tokens; `NO_TOKEN` where the logits have
-        a NaN or no finite value is the greatest.
-      logits: `f32[seqs, vocab]`.
-      blocks: what `Attended.join` gives of the rows, `BLOCK_ROWS` a block, padded with
-        zeros: one program takes the blocks of every bucket.
-    """
-
-    likely: jax.Array
-    logits: jax.Array
-    blocks: tuple[jax.Array, ...]
 
 
 class Launched(NamedTuple):
@@ -129,7 +106,7 @@ class Runner:
         weights, self._structure = jax.tree.flatten(nnx.split(model))
         # Bound to a device: other arrays would follow `jax.default_device` of whoever
         # calls a step, by a copy each time.
-        self._bind = bind = functools.partial(
+        bind = functools.partial(
             jax.device_put, device=next(iter(weights[0].devices()))
         )
         self._weights = bind(weights)
@@ -152,7 +129,7 @@ class Runner:
         fixed = self._structure, self.implementation
         make_step = functools.partial(
             jax.jit,
-            functools.partial(_flat_step, *fixed),
+            functools.partial(flat_forward, *fixed),
             donate_argnums=(1, 2, 3),
             static_argnums=6,
             keep_unused=True,  # what is spent is written to, and not read
@@ -178,9 +155,7 @@ class Runner:
         self._prompt_logprobs = jax.jit(
             functools.partial(_flat_prompt_logprobs, *fixed)
         )
-        self._spent: dict[Bucket, _Spent] = {}
-        block_width = model.config.hidden_size + model.config.d_in("o")
-        self._block = jax.ShapeDtypeStruct((BLOCK_ROWS, block_width), model.dtype)
+        self._spent = SpentForwards(model.config, model.dtype, bind)
         self._steps: dict[Bucket, None] = {}
         self._samplers: dict[str, None] = {}
 
@@ -252,8 +227,7 @@ class Runner:
         """
         step, bucket = self._step_of(batch.bucket), batch.bucket
         result, self._cache, self._newest = step(*self._arguments(batch, feed))
-        if bucket.max_query_len == 1:
-            self._spent[bucket] = result.logits, result.blocks
+        self._spent.keep(bucket, result)
         self._steps[bucket] = None
         return result
 
@@ -278,29 +252,9 @@ class Runner:
 
     def _arguments(self, batch: Batch, feed: Feed | None) -> tuple[Any, ...]:
         feed = Feed.of([], batch.bucket) if feed is None else feed
-        spent, pools = self._spent_of(batch.bucket), self.adapters.pools
+        spent, pools = self._spent.of(batch.bucket), self.adapters.pools
         arrays = self._weights, self._cache, self._newest, spent, pools
         return (*arrays, *pack((batch, feed)))
-
-    def _spent_of(self, bucket: Bucket) -> _Spent | None:
-        """Return what a decode step may write its logits and blocks to.
-
-        XLA keeps what a step computes on the way there, too. A CUDA graph all of whose
-        launches have other operands than the last time is updated one by one, for which
-        the host of a 7B's step with adapters takes 2 ms (one H200).
-        """
-        if bucket.max_query_len > 1:
-            return None
-        if bucket not in self._spent:
-            num_blocks = -(-bucket.rows // BLOCK_ROWS)
-            # Of NumPy: zeros of JAX would be a program that nobody compiles ahead.
-            logits = np.zeros((bucket.seqs, self.vocab_size), np.float32)
-            blocks = tuple(
-                np.zeros(self._block.shape, self._block.dtype)
-                for _ in range(num_blocks)
-            )
-            self._spent[bucket] = self._bind((logits, blocks))
-        return self._spent[bucket]
 
     def write_seat(self, seat: int, row: SeatRow) -> None:
         """Set how a seat's tokens are drawn; nothing of what it held is left."""
@@ -357,23 +311,6 @@ class Runner:
             rows = np.full((2, bucket.seqs), -1, np.int32)
             wanted = Wanted(rows=rows, logprobs=True, targets=targets)
             self.step(Batch.of([], bucket, pages_per_seq), wanted)
-
-
-def _flat_step(
-    structure, implementation, weights, cache, newest, spent, pools, packed, layout
-):
-    del spent  # its memory is the result's
-    model = nnx.merge(*jax.tree.unflatten(structure, weights))
-    batch, feed = unpack(packed, layout)
-    batch = dataclasses.replace(batch, tokens=fed_tokens(newest, batch, feed))
-    result = run_step(model, cache, pools, batch, implementation=implementation)
-    top = jnp.take_along_axis(result.logits, result.likely[:, None], axis=1)[:, 0]
-    likely = jnp.where(jnp.isfinite(top), result.likely, NO_TOKEN)
-    newest = keep_tokens(newest, feed.seats, likely)
-    rows = result.attended.join()
-    rows = jnp.pad(rows, ((0, -len(rows) % BLOCK_ROWS), (0, 0)))
-    blocks = tuple(jnp.split(rows, len(rows) // BLOCK_ROWS))
-    return Forward(likely, result.logits, blocks), result.cache, newest
 
 
 def _flat_write_seat(seats, counts, seat, packed, layout):

@@ -369,7 +369,7 @@ def test_a_decode_step_writes_where_the_last_one_did(checkpoint):
     np.testing.assert_array_equal(first.likely, likely)
     # What another size's step gave is its own, and prompts' steps keep nothing.
     assert not any(array.is_deleted() for array in jax.tree.leaves(others))
-    assert prefill not in runner._spent
+    assert runner._spent.of(prefill) is None
 
 
 def test_a_full_pool_can_replace(checkpoint):

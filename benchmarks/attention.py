@@ -26,7 +26,7 @@ from benchmarks.attention_configs import decode_configs, prefill_configs
 from benchmarks.device_time import PEAK_BYTES_PER_S
 from benchmarks.provenance import Log
 from benchmarks.timeline import record
-from punica_jax.pallas_kernels import _attention_reference, resolve
+from punica_jax.pallas_kernels import _attention_reference, paged_attention, resolve
 from punica_jax.pallas_kernels._attention_decode import decode_attention
 from punica_jax.pallas_kernels._attention_parts import (
     PartsConfig,
@@ -48,7 +48,8 @@ PEAK_FLOPS_PER_S = 0.79e15
 COLD_BYTES = 256e6
 
 Operands = tuple[Array, ...]
-Config = DecodeConfig | PartsConfig | PrefillConfig
+# None: what `paged_attention` chooses.
+Config = DecodeConfig | PartsConfig | PrefillConfig | None
 Step = Callable[[Sequence[Operands]], list[Array]]
 
 
@@ -56,7 +57,8 @@ Step = Callable[[Sequence[Operands]], list[Array]]
 class Case:
     """One shape. Each of `seqs` sequences has `query_len` rows and `kv_len` tokens.
 
-    But for the first `num_long`, which have `long_len` tokens.
+    But for the first `num_long`, which have `long_len` tokens; and the last is a whole
+    prompt of `prompt_len` tokens, if that is not 0.
     """
 
     name: str
@@ -69,15 +71,23 @@ class Case:
     page_size: int = 64
     num_long: int = 0
     long_len: int = 0
+    prompt_len: int = 0
 
     @property
     def kv_lens(self) -> list[int]:
         lens = [self.long_len] * self.num_long
-        return lens + [self.kv_len] * (self.seqs - self.num_long)
+        return self._and_prompt(lens + [self.kv_len] * (self.seqs - self.num_long))
+
+    @property
+    def query_lens(self) -> list[int]:
+        return self._and_prompt([self.query_len] * self.seqs)
+
+    def _and_prompt(self, lens: list[int]) -> list[int]:
+        return [*lens[:-1], self.prompt_len] if self.prompt_len else lens
 
     @property
     def rows(self) -> int:
-        return self.seqs * self.query_len
+        return sum(self.query_lens)
 
     @property
     def pages_per_seq(self) -> int:
@@ -96,8 +106,9 @@ class Case:
 
     @property
     def num_flops(self) -> int:
-        seen = sum(2 * kv_len - self.query_len + 1 for kv_len in self.kv_lens)
-        return 4 * self.head_dim * self.heads * (self.query_len * seen // 2)
+        pairs = zip(self.query_lens, self.kv_lens, strict=True)
+        seen = sum(rows * (2 * kv_len - rows + 1) for rows, kv_len in pairs)
+        return 4 * self.head_dim * self.heads * (seen // 2)
 
     @property
     def floor_s(self) -> float:
@@ -105,7 +116,7 @@ class Case:
 
 
 def cases_of(shape: ModelShape) -> list[Case]:
-    """Return sequences that decode, by tokens of each, and whole prompts."""
+    """Return sequences that decode, by tokens of each, whole prompts, and both."""
     decode = {512: (1, 8, 32, 64, 128), 500: (32,), 4096: (1, 16, 32)}
     sizes = [(seqs, 1, kv_len) for kv_len, many in decode.items() for seqs in many]
     cases = [
@@ -122,7 +133,11 @@ def cases_of(shape: ModelShape) -> list[Case]:
     ]
     [many] = [one for one in cases if one.name.endswith("-32x1-500")]
     name = f"{many.name}-2x8189"
-    return [*cases, dataclasses.replace(many, name=name, num_long=2, long_len=8189)]
+    cases.append(dataclasses.replace(many, name=name, num_long=2, long_len=8189))
+    for prompt_len in (33, 993, 2017):  # rows of a step's sizes, none of them padding
+        name = f"{many.name}-with-{prompt_len}"
+        cases.append(dataclasses.replace(many, name=name, prompt_len=prompt_len))
+    return cases
 
 
 CASES = [case for shape in MODEL_SHAPES.values() for case in cases_of(shape)]
@@ -138,12 +153,14 @@ def make_operands(case: Case, seed: int) -> Operands:
         jax.random.normal(q_key, (case.rows, case.heads, case.head_dim), jnp.bfloat16),
         jax.random.normal(kv_key, shape, jnp.bfloat16),
         jnp.asarray(table.reshape(case.seqs, case.pages_per_seq)),
-        jnp.arange(case.seqs + 1, dtype=jnp.int32) * case.query_len,
+        jnp.asarray(np.cumsum([0, *case.query_lens]), jnp.int32),
         jnp.asarray(case.kv_lens, jnp.int32),
     )
 
 
 def default_config(case: Case) -> Config:
+    if case.prompt_len:
+        return None
     if case.query_len > 1:
         return prefill_config(
             group=case.heads // case.kv_heads,
@@ -157,7 +174,9 @@ def default_config(case: Case) -> Config:
 
 def sweep_configs(case: Case) -> list[Config]:
     """Configurations worth trying; the default comes first."""
-    if case.query_len > 1:
+    if case.prompt_len:
+        others = []
+    elif case.query_len > 1:
         others = prefill_configs(case.heads // case.kv_heads)
     else:
         others = decode_configs(case.seqs * case.kv_heads, case.kv_len)
@@ -165,6 +184,8 @@ def sweep_configs(case: Case) -> list[Config]:
 
 
 def attend(case: Case, config: Config, operands: Operands) -> Array:
+    if config is None:
+        return paged_attention(*operands, max_query_len=case.rows)
     options: dict[str, Any] = {
         "scale": case.head_dim**-0.5,
         "config": config,
@@ -181,7 +202,7 @@ def check(case: Case, config: Config, operands: Operands) -> float:
     """Return the relative error (2-norm) against the reference."""
     got = jax.jit(functools.partial(attend, case, config))(operands)
     reference = functools.partial(
-        _attention_reference.paged_attention, max_query_len=case.query_len
+        _attention_reference.paged_attention, max_query_len=max(case.query_lens)
     )
     expected = jax.jit(reference)(*operands).astype(jnp.float32)
     error = jnp.linalg.norm((got.astype(jnp.float32) - expected).ravel())
@@ -226,7 +247,8 @@ def measure_kernels_s(
     events = [e for e in record(run) if e.name.startswith("paged_attention")]
     results = []
     for config, _ in steps:
-        kernels = 2 if isinstance(config, DecodeConfig) and config.splits > 1 else 1
+        has_splits = isinstance(config, DecodeConfig) and config.splits > 1
+        kernels = 2 if has_splits or config is None else 1
         count = num_repeats * len(sets) * kernels
         mine, events = events[:count], events[count:]
         times_ns: dict[str, list[float]] = {}
@@ -255,6 +277,7 @@ def report(
             "kv_len": case.kv_len,
             "num_long": case.num_long,
             "long_len": case.long_len,
+            "prompt_len": case.prompt_len,
             "config": describe(config),
             "us": seconds * 1e6,
             "kernels_us": {name: s * 1e6 for name, s in kernels_s.items()},
@@ -280,6 +303,8 @@ def table_of(records: Sequence[dict[str, Any]]) -> Table:
 
 
 def describe(config: Config) -> str:
+    if config is None:
+        return "as chosen"
     fields = dataclasses.asdict(config)
     fields |= fields.pop("decode", {})  # of a long sequence's parts
     return " ".join(f"{name}={int(value)}" for name, value in fields.items())

@@ -46,9 +46,6 @@ def main(words: Sequence[str] | None = None) -> None:
         launches.append(time.perf_counter() - start)
         launched.likely.block_until_ready()
         totals.append(time.perf_counter() - start)
-        # As `LLM` does: the next step then writes where this one wrote, and a CUDA
-        # graph whose buffers have not moved is launched as it is.
-        del launched
     record = {
         "benchmark": "dispatch",
         "layers": config.num_layers,

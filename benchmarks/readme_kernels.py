@@ -173,6 +173,8 @@ def attention(results: Path) -> str:
 
 
 def _contexts(row: Record) -> str:
+    if row.get("prompt_len"):
+        return f"{row['kv_len']}, and a prompt of {row['prompt_len']}"
     if not row.get("num_long"):
         return f"{row['kv_len']}"
     return f"{row['num_long']} of {row['long_len']}, else {row['kv_len']}"

@@ -1,11 +1,13 @@
 """Paged attention for one query row a sequence: split-KV, grouped heads.
 
-Knows pages and sequences of one row; nothing of longer ones (`_attention_prefill`).
+Knows pages and sequences of one row; of longer ones (`_attention_prefill`) only that
+it leaves them out.
 """
 
 import functools
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -72,10 +74,10 @@ def decode_attention(
     return combine_splits(partial, bounds, q, interpret=interpret)
 
 
-def num_slots(q: Array, page_table: Array, others: Array | None) -> int:
-    """Return the slots of a launch: a sequence each, and of padding rows.
+def num_slots(q: Any, page_table: Any, others: Array | None) -> int:
+    """Return the slots of a launch: one for each sequence.
 
-    Those that are left beyond the sequences, where nobody else writes them.
+    And without `others` one for each row beyond those, for padding rows' zeros.
     """
     rows, seqs = q.shape[0], page_table.shape[0]
     return max(rows, seqs) if others is None else seqs
@@ -105,7 +107,10 @@ def run_at_once(grid: tuple[int, ...]) -> bool:
 # A function of its own is traced once for all layers; of its calls XLA leaves one.
 @functools.partial(jax.jit, static_argnames="slots")
 def longest_first(bounds: Array, kv_lens: Array, *, slots: int) -> Array:
-    """Return slots by their tokens, those with the most first, `i32[slots]`."""
+    """Return slots by their tokens, those with the most first, `i32[slots]`.
+
+    Sequences that do not have one row count as if they had no tokens.
+    """
     tokens = jnp.where(jnp.diff(bounds) == 1, kv_lens, 0)
     tokens = jnp.pad(tokens, (0, slots - len(tokens)))
     return lax.sort_key_val(-tokens, jnp.arange(slots, dtype=jnp.int32))[1]
@@ -116,12 +121,12 @@ def row_of_slot(
     slot: Array,  # i32[] or i32[n]
     outside: int | None = None,
 ) -> tuple[Array, Array]:
-    """The slot's row, and whether it belongs to a sequence.
+    """The slot's row, and whether it is the only one of a sequence; else it is idle.
 
-    Every padding row gets an idle slot, which writes zeros there: each live sequence
-    has one row, so `bounds[slot]` counts those before, and the rest before are idle.
-    An idle slot left over gets a row past the end; and so do all idle ones, from
-    `outside` on, where there are sequences of more rows, which have one, too.
+    Without `outside` no sequence has more rows, and every padding row gets an idle
+    slot, which writes zeros there: `bounds[slot]` counts the live ones before, and the
+    rest before are idle. An idle slot left over gets a row past the end. With
+    `outside`, the number of rows, all idle slots do.
     """
     seqs = bounds.shape[0] - 1
     first = bounds[jnp.minimum(slot, seqs)]
@@ -137,8 +142,8 @@ def _decode_kernel(
     table_ref,  # i32[seqs, pages_per_seq]
     bounds_ref,  # i32[seqs + 1]
     lens_ref,  # i32[seqs]
-    # Of others, [rows, heads, head_dim], is out_ref; out_ref, the same or
-    # f32[slots * splits, heads, head_dim]; of splits, f32[slots * splits, heads]:
+    # Of `others`, if there are any; out_ref, [rows, heads, head_dim], the same array,
+    # or f32[slots * splits, heads, head_dim]; of splits, f32[slots * splits, heads]:
     # maximum, total.
     *refs,
     has_others: bool,

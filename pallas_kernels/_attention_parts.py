@@ -78,16 +78,17 @@ def parts_config(
     q: jax.ShapeDtypeStruct | Array,
     kv_pages: jax.ShapeDtypeStruct | Array,
     page_table: jax.ShapeDtypeStruct | Array,
+    others: Array | None = None,
 ) -> PartsConfig | None:
     """Choose a configuration by static things alone; None where parts do not pay."""
-    rows, kv_heads = q.shape[0], kv_pages.shape[2]
+    kv_heads = kv_pages.shape[2]
     seqs, pages_per_seq = page_table.shape
     max_kv_len = pages_per_seq * kv_pages.shape[3]
     decode = config_of(q, kv_pages, page_table)
     if max_kv_len < _LEAST_MAX_KV_LEN or decode.splits > 1:
         return None
     parts = min(_MAX_PARTS, pl.next_power_of_2(max_kv_len // _PART_TOKENS))
-    if max(rows, seqs) * parts > _MOST_PROGRAMS:
+    if num_slots(q, page_table, others) * parts > _MOST_PROGRAMS:
         return None
     few = seqs * kv_heads <= 2 * multiprocessors()
     if decode.num_warps == 2 and few and shared_bytes() >= ROOMY_BYTES:
@@ -112,7 +113,7 @@ def parts_attention(
     others: Array | None = None,
     interpret: bool = False,
 ) -> Array:
-    """Run `decode_attention`."""
+    """Run what `decode_attention` does, long sequences in parts."""
 
     @jax.custom_batching.custom_vmap
     def in_parts(*operands):
@@ -226,8 +227,9 @@ def _kernel(
     q_ref,  # [rows, heads, head_dim]
     kv_ref,  # [2, pages, kv_heads, page_size, head_dim]
     table_ref,  # i32[seqs, pages_per_seq]
-    # Of others, [rows, heads, head_dim], is out_ref; out_ref, the same; of parts,
-    # f32[seqs * parts, heads, head_dim], and f32[seqs * parts, heads]: maximum, total.
+    # Of `others`, if there are any; out_ref, [rows, heads, head_dim], the same array;
+    # of parts, f32[seqs * parts, heads, head_dim], and of their maxima and totals,
+    # f32[seqs * parts, heads].
     *refs,
     scale: float,
     config: PartsConfig,

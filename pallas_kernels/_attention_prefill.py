@@ -14,7 +14,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from punica_jax.pallas_kernels._attention_reference import query_tiles
+from punica_jax.pallas_kernels._attention_reference import query_tiles, with_padding
 from punica_jax.pallas_kernels._kv_tile import (
     MIN_DOT_DIM,
     attend_block,
@@ -91,7 +91,7 @@ def prefill_attention(
 ) -> Array:
     """Run `paged_attention` for sequences of any number of rows.
 
-    With `skip_lone` those of one row are left out: what is there is anything.
+    With `skip_lone` those of one row are left out: their rows are not written.
     """
     rows, heads, head_dim = q.shape
     kv_heads = kv_pages.shape[2]
@@ -137,9 +137,7 @@ def _tile_table(
       `i32[tiles, 4]`; unused tiles have no rows.
     """
     seqs = kv_lens.shape[0]
-    # The padding rows are not left out, though they be one.
-    skipped = jnp.append(jnp.diff(bounds) == 1, False) if skip_lone else None
-    bounds = jnp.append(bounds, jnp.int32(rows))
+    bounds, skipped = with_padding(bounds, rows, skip_lone=skip_lone)
     seq, first = query_tiles(bounds, rows=rows, block_rows=block_rows, skipped=skipped)
     end = jnp.where(seq < 0, first, bounds[seq + 1])
     before = kv_lens[jnp.clip(seq, 0, seqs - 1)] - end + first

@@ -85,6 +85,17 @@ def max_query_tiles(rows: int, seqs: int, block_rows: int, aligned: int = 1) -> 
     return used + (rows - used + used * (aligned - 1)) // block_rows
 
 
+def with_padding(
+    bounds: Int32[Array, "seqs+1"], rows: int, *, skip_lone: bool
+) -> tuple[Int32[Array, "seqs+2"], Bool[Array, "seqs+1"] | None]:
+    """Return `query_tiles`' bounds, padding rows a sequence more, and what it skips.
+
+    With `skip_lone` that is sequences of one row; the padding is not, though it be one.
+    """
+    skipped = jnp.append(jnp.diff(bounds) == 1, False) if skip_lone else None
+    return jnp.append(bounds, jnp.int32(rows)), skipped
+
+
 def query_tiles(
     bounds: Int32[Array, " edges"],
     *,

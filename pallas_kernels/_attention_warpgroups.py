@@ -16,7 +16,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from punica_jax.pallas_kernels._attention_reference import query_tiles
+from punica_jax.pallas_kernels._attention_reference import query_tiles, with_padding
 from punica_jax.pallas_kernels._attention_window import (
     BLOCK_KV,
     Window,
@@ -53,8 +53,9 @@ def fits(
     # the more so where several heads share what Triton's form then reads once.
     least = 2048 if heads == kv_pages.shape[2] else 8192
     if skip_lone:
-        # A prompt of 900 takes 33.6 us, by Triton's form 43.4, 8 of 100 take 18.9 and
-        # 13.6, one of 2000 82 and 148 (8B, H200).
+        # By this form and by Triton's, of 1024 rows, one prompt of 900 takes 33.6 and
+        # 43.4 us, eight of 100 18.9 and 13.6; of 2048 one of 2000 82 and 148, eight of
+        # 200 29.0 and 27.2 (8B, one H200).
         least = 1024
     return (
         has_warpgroups()
@@ -77,7 +78,7 @@ def warpgroup_attention(
     scale: float,
     skip_lone: bool = False,
 ) -> Array:
-    """Run `prefill_attention`, if it `fits`."""
+    """Run what `prefill_attention` does, if it `fits`."""
     kv_lens = jnp.minimum(kv_lens, page_table.shape[1] * kv_pages.shape[3])
     windows, num_windows = _window_table(
         bounds, kv_lens, rows=q.shape[0], skip_lone=skip_lone
@@ -121,9 +122,7 @@ def _window_table(
       `i32[windows, 5]`, of `Window` each, and `i32[1]`, how many are used.
     """
     seqs = kv_lens.shape[0]
-    # The padding rows are not left out, though they be one.
-    skipped = jnp.append(jnp.diff(bounds) == 1, False) if skip_lone else None
-    bounds = jnp.append(bounds, jnp.int32(rows))
+    bounds, skipped = with_padding(bounds, rows, skip_lone=skip_lone)
     seq, first = query_tiles(
         bounds,
         rows=rows,

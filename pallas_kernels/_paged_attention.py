@@ -70,8 +70,8 @@ def paged_attention(
         `pages_per_seq * page_size`. Anything for a sequence without rows.
       max_query_len: most rows that any sequence has (static). 1 chooses the decode
         form, which splits a sequence's tokens over programs; many, on Hopper, that of
-        warp groups. Among many sequences those of one row take the decode form in any
-        case, in a launch of their own.
+        warp groups. Among so many sequences that the decode form would not split them,
+        those of one row take it, in a launch of their own.
       scale: factor of the products, positive, `head_dim ** -0.5` by default (static).
       implementation: `"pallas_triton"`, `"pallas_interpret"`, `"xla"`, or None to
         choose by device.
@@ -133,18 +133,19 @@ def _have_own_launch(q: Array, kv_pages: Array, page_table: Array) -> bool:
 
     In a tile of a prompt's form one row takes as long as 64. Of 31 that decode beside a
     prompt of 18, at the lengths of the paper's trace, attention takes 38 us so, before
-    59 (8B; 7B 80, before 113; one H200), and where there is none 3 us more. Few
+    59 (8B; 7B 80, before 113; one H200), and where there is none 3 us more. Fewer
     sequences, which would have splits, were not measured.
     """
-    alone = page_table.shape[0] == 1
-    return not alone and config_of(q, kv_pages, page_table).splits == 1
+    has_several = page_table.shape[0] > 1
+    return has_several and config_of(q, kv_pages, page_table).splits == 1
 
 
 def _attend_rows(
     operands: tuple[Array, ...], *, others: Array | None = None, **options: Any
 ) -> Array:
     """Attend with sequences of one row each; of more, if their rows are `others`."""
-    parts = parts_config(*operands[:3])
+    q, kv_pages, page_table, *_ = operands
+    parts = parts_config(q, kv_pages, page_table, others)
     if parts is None:
         return decode_attention(*operands, others=others, **options)
     return parts_attention(*operands, others=others, config=parts, **options)

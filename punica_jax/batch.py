@@ -37,8 +37,13 @@ class Bucket(NamedTuple):
     max_query_len: int
 
     @property
+    def is_decode(self) -> bool:
+        """Whether no sequence has more than one row."""
+        return self.max_query_len == _DECODE_ONLY
+
+    @property
     def name(self) -> str:
-        if self.max_query_len == _DECODE_ONLY:
+        if self.is_decode:
             return f"decode[{self.seqs}]"
         return f"prefill[{self.rows} rows, {self.seqs} seqs]"
 

@@ -5,7 +5,7 @@ seats as numbers; nothing of what is compiled, nor of who wants what of a step.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -43,6 +43,21 @@ class Forward(NamedTuple):
 _Spent = tuple[jax.Array, tuple[jax.Array, ...]]
 
 
+def _spent_shapes(
+    config: LlamaConfig, dtype: Any, bucket: Bucket
+) -> tuple[jax.ShapeDtypeStruct, tuple[jax.ShapeDtypeStruct, ...]]:
+    width = config.hidden_size + config.d_in("o")
+    block = jax.ShapeDtypeStruct((BLOCK_ROWS, width), dtype)
+    logits = jax.ShapeDtypeStruct((bucket.seqs, config.vocab_size), jnp.float32)
+    return logits, (block,) * -(-bucket.rows // BLOCK_ROWS)
+
+
+def spent_bytes(config: LlamaConfig, dtype: Any, buckets: Iterable[Bucket]) -> int:
+    """Return what `SpentForwards` takes for the steps of some buckets."""
+    shapes = [_spent_shapes(config, dtype, own) for own in buckets if own.is_decode]
+    return sum(one.size * one.dtype.itemsize for one in jax.tree.leaves(shapes))
+
+
 class SpentForwards:
     """What decode steps gave and nobody needs any more: the next ones write there.
 
@@ -61,35 +76,36 @@ class SpentForwards:
           dtype: of its weights.
           bind: puts arrays where the model's are.
         """
-        self._vocab_size, self._bind = config.vocab_size, bind
-        width = config.hidden_size + config.d_in("o")
-        self._block = jax.ShapeDtypeStruct((BLOCK_ROWS, width), dtype)
+        self._config, self._dtype, self._bind = config, dtype, bind
         self._arrays: dict[Bucket, _Spent] = {}
 
     def of(self, bucket: Bucket) -> _Spent | None:
-        """Return what a step of a bucket may write to, and is to `keep` afterwards."""
-        if bucket.max_query_len > 1:
+        """Return what a step of a bucket may write to, and is to `keep` afterwards.
+
+        Allocated when it is first asked for.
+        """
+        if not bucket.is_decode:
             return None
         if bucket not in self._arrays:
+            shapes = _spent_shapes(self._config, self._dtype, bucket)
             # Of NumPy: zeros of JAX would be a program that nobody compiles ahead.
-            logits = np.zeros((bucket.seqs, self._vocab_size), np.float32)
-            blocks = tuple(
-                np.zeros(self._block.shape, self._block.dtype)
-                for _ in range(-(-bucket.rows // BLOCK_ROWS))
-            )
-            self._arrays[bucket] = self._bind((logits, blocks))
+            zeros = jax.tree.map(lambda one: np.zeros(one.shape, one.dtype), shapes)
+            self._arrays[bucket] = self._bind(zeros)
         return self._arrays[bucket]
 
     def keep(self, bucket: Bucket, result: Forward) -> None:
         """Let the next step of the bucket write where this one did."""
-        if bucket.max_query_len == 1:
+        if bucket.is_decode:
             self._arrays[bucket] = result.logits, result.blocks
 
 
 def flat_forward(
     structure, implementation, weights, cache, newest, spent, pools, packed, layout
 ):
-    """Return a `Forward`, the cache, and each seat's newest token.
+    """Return each seat's newest token, a `Forward`, and the cache.
+
+    The tokens first: JAX has results take what is donated in order, and a forward's
+    most likely ones may have the same shape.
 
     Args:
       structure: of the weights, as `nnx.split` and `jax.tree.flatten` gave them.
@@ -110,4 +126,4 @@ def flat_forward(
     rows = result.attended.join()
     rows = jnp.pad(rows, ((0, -len(rows) % BLOCK_ROWS), (0, 0)))
     blocks = tuple(jnp.split(rows, len(rows) // BLOCK_ROWS))
-    return Forward(likely, result.logits, blocks), result.cache, newest
+    return newest, Forward(likely, result.logits, blocks), result.cache

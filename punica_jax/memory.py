@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from punica_jax.batch import Buckets
+from punica_jax.forward import spent_bytes
 from punica_jax.models import (
     MODULE_GROUPS,
     KvCache,
@@ -150,6 +152,7 @@ class MemoryPlan:
       num_params: the model's parameters.
       staging_bytes: what adapters take beside the pools, on their way there, at most.
       seat_bytes: what the seats keep for sampling: bias, counts and marks of tokens.
+      result_bytes: what decode steps write their logits and rows to.
       workspace_bytes: what a step takes while it runs, at most.
     """
 
@@ -160,6 +163,7 @@ class MemoryPlan:
     adapter_bytes: int
     staging_bytes: int
     seat_bytes: int
+    result_bytes: int
     workspace_bytes: int
     device: DeviceMemory
 
@@ -227,6 +231,9 @@ class MemoryPlan:
             "weight_bytes": _num_bytes(model),
             "staging_bytes": _staging_bytes(config, sizes, rank_page),
             "seat_bytes": _seat_bytes(sizes.max_seats, config.vocab_size),
+            "result_bytes": spent_bytes(
+                config, dtype, Buckets(sizes.max_seats, sizes.max_rows)
+            ),
             "workspace_bytes": workspace_bytes(
                 config, sizes, dtype, resolve(implementation)
             ),
@@ -259,7 +266,7 @@ class MemoryPlan:
         """Everything together, also what is taken only for a time."""
         resident = self.weight_bytes + self.kv_bytes + self.adapter_bytes
         at_times = self.staging_bytes + self.workspace_bytes
-        return resident + self.seat_bytes + at_times
+        return resident + self.seat_bytes + self.result_bytes + at_times
 
     def _check(self) -> None:
         total = self.device.total_bytes
@@ -281,7 +288,7 @@ class MemoryPlan:
             ),
             (self.staging_bytes, "adapters on their way there"),
             (self.seat_bytes, "what seats keep for sampling"),
-            (self.workspace_bytes, "what a step takes at most"),
+            (self.result_bytes + self.workspace_bytes, "what a step takes at most"),
             (self.device.used_bytes, "in use already"),
             (self.total_bytes + self.device.used_bytes, "together"),
             (total, f"that {self.device.name} has"),

@@ -226,7 +226,7 @@ class Runner:
         whose own are gone then.
         """
         step, bucket = self._step_of(batch.bucket), batch.bucket
-        result, self._cache, self._newest = step(*self._arguments(batch, feed))
+        self._newest, result, self._cache = step(*self._arguments(batch, feed))
         self._spent.keep(bucket, result)
         self._steps[bucket] = None
         return result

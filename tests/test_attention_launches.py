@@ -248,6 +248,26 @@ def test_rows_that_decode_have_a_launch_beside_prompts(rows, prompts, kv_heads):
     assert others == f"{rows}x32x64xbf16"
 
 
+@pytest.mark.parametrize(
+    ("kv_heads", "seqs", "has_own"),
+    [
+        (8, 15, False),
+        (8, 16, True),
+        (8, 17, False),
+        (8, 31, False),
+        (8, 32, True),
+        (32, 7, False),
+        (32, 8, True),
+        (32, 9, True),
+    ],
+)
+def test_how_many_sequences_have_a_launch_for_those_of_one_row(kv_heads, seqs, has_own):
+    shape = {"heads": 32, "kv_heads": kv_heads, "head_dim": 64, "dtype": "bfloat16"}
+    batch = make_batch([1] * seqs, [200] * seqs, **shape, padding=64 - seqs)
+    calls = lowered_kernels(batch.operands(), max_query_len=64)
+    assert ("paged_attention_decode" in calls) == has_own
+
+
 def test_one_sequence_is_no_mixture():
     shape = {"heads": 32, "kv_heads": 32, "head_dim": 64, "dtype": "bfloat16"}
     # A page table for one block, which has no splits.

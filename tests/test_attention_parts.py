@@ -170,6 +170,13 @@ def test_a_launch_has_only_so_many_programs():
     assert parts_config(*operands_of(seqs=8192, max_kv_len=16384)[:3]) is None
 
 
+def test_rows_of_prompts_are_no_programs():
+    q, *others = operands_of(seqs=32, max_kv_len=16384)[:3]
+    many = jax.ShapeDtypeStruct((8192, *q.shape[1:]), q.dtype)
+    assert parts_config(many, *others) is None
+    assert parts_config(many, *others, many) == parts_config(q, *others) is not None
+
+
 def test_few_sequences_have_splits_instead():
     assert parts_config(*operands_of(seqs=8, max_kv_len=8192)[:3]) is None
     assert parts_config(*operands_of(seqs=1, max_kv_len=131072)[:3]) is None

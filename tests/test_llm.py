@@ -359,11 +359,14 @@ def test_a_decode_step_writes_where_the_last_one_did(checkpoint):
     ]
     first, *others = forwards
     likely = np.asarray(first.likely)
-    places = [one.unsafe_buffer_pointer() for one in (first.logits, *first.blocks)]
+
+    def places_of(forward):  # as many seats as sequences: `newest` is as `likely`
+        arrays = forward.logits, *forward.blocks, runner._newest
+        return [one.unsafe_buffer_pointer() for one in arrays]
+
+    places = places_of(first)
     second = runner.forward(Batch.of([], decode, pages_per_seq))
-    assert places == [
-        one.unsafe_buffer_pointer() for one in (second.logits, *second.blocks)
-    ]
+    assert places == places_of(second)
     assert first.logits.is_deleted()
     assert all(block.is_deleted() for block in first.blocks)
     np.testing.assert_array_equal(first.likely, likely)

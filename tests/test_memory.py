@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 import punica_jax as pj
-from punica_jax.batch import Batch, Bucket
+from punica_jax.batch import Batch, Bucket, Buckets
 from punica_jax.memory import (
     DeviceMemory,
     MemoryPlan,
@@ -58,6 +58,16 @@ def test_the_plan_is_what_is_taken(served_by, num_staged, checkpoint, request):
     pages = {group: range(largest.num_pages(group)) for group in MODULE_GROUPS}
     staged = runner.adapters.stage(largest, 0, pages)
     assert plan.staging_bytes == num_staged * nbytes(staged.pages)
+
+
+def test_what_decode_steps_write_to_is_in_the_plan(checkpoint):
+    sizes = {"max_seats": 70, "page_size": 16, "progress": False}
+    llm = pj.LLM(checkpoint / "model", **sizes)
+    spent, plan = llm._runner._spent, llm._base.plan
+    buckets = Buckets(plan.sizes.max_seats, plan.sizes.max_rows)
+    assert len(list(buckets)) > 4
+    assert plan.result_bytes == nbytes([spent.of(bucket) for bucket in buckets])
+    assert plan.result_bytes < plan.total_bytes
 
 
 def test_the_plan_is_in_the_log(tmp_path_factory, caplog):

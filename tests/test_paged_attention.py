@@ -236,6 +236,24 @@ class KernelTests(AttentionTests):
         actual = jax.jit(attend)(*batch.operands(fill=np.nan, table_fill=NOWHERE))
         assert_near(actual, batch.expected())
 
+    @pytest.mark.parametrize("at_once", [256, 1])
+    def test_one_row_among_longer_sequences_in_order(self, monkeypatch, at_once):
+        """Of more programs than run at once, and called eagerly and by `jax.vmap`."""
+        query_lens = AMONG_QUERY_LENS[0]
+        kv_lens = [max(n, (37 * n + 61 * i) % 200) for i, n in enumerate(query_lens)]
+        shape = {"heads": 16, "kv_heads": 16, "head_dim": 24, "dtype": "float32"}
+        batch = make_batch(query_lens, kv_lens, **shape, padding=3)
+        q, *sequences = batch.operands(fill=np.nan, table_fill=NOWHERE)
+        monkeypatch.setattr(_attention_decode, "AT_ONCE", at_once)
+        attend = functools.partial(
+            paged_attention, max_query_len=20, implementation=self.implementation
+        )
+        if at_once == 1:
+            actual = attend(q, *sequences)
+        else:
+            actual, _ = jax.vmap(lambda q: attend(q, *sequences))(jnp.stack([q, q]))
+        assert_near(actual, batch.expected())
+
     @pytest.mark.parametrize("query_lens", AMONG_QUERY_LENS)
     def test_one_row_among_longer_sequences(self, query_lens):
         """It is to the bit what the decode form gives, and prompts what theirs does."""

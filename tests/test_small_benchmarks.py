@@ -204,3 +204,26 @@ def test_attention(run, monkeypatch, query_len):
     monkeypatch.setattr(attention, "COLD_BYTES", 1)
     (record,) = run(attention, "tiny")
     assert record["us"] > 0 and record["bytes"] == case.num_bytes
+
+
+@pytest.mark.slow
+def test_attention_beside_a_prompt(run, monkeypatch):
+    case = attention.Case(
+        name="tiny",
+        seqs=3,
+        query_len=1,
+        kv_len=32,
+        heads=2,
+        kv_heads=2,
+        head_dim=16,
+        page_size=16,
+        prompt_len=6,
+    )
+    assert case.rows == 1 + 1 + 6
+    # Two rows see 32 tokens each, the prompt's 1 to 6.
+    assert case.num_flops == 2 * 2 * (32 + 32 + 21) * case.head_dim * case.heads
+    monkeypatch.setattr(attention, "CASES", [case])
+    monkeypatch.setattr(attention, "COLD_BYTES", 1)
+    (record,) = run(attention, "tiny")
+    assert record["us"] > 0 and record["prompt_len"] == 6
+    assert record["config"] == "as chosen"

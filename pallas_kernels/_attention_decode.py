@@ -74,7 +74,7 @@ def decode_attention(
     return combine_splits(partial, bounds, q, interpret=interpret)
 
 
-def num_slots(q: Any, page_table: Any, others: Array | None) -> int:
+def num_slots(q: Any, page_table: Any, others: Any) -> int:
     """Return the slots of a launch: one for each sequence.
 
     And without `others` one for each row beyond those, for padding rows' zeros.

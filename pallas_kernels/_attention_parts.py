@@ -78,7 +78,7 @@ def parts_config(
     q: jax.ShapeDtypeStruct | Array,
     kv_pages: jax.ShapeDtypeStruct | Array,
     page_table: jax.ShapeDtypeStruct | Array,
-    others: Array | None = None,
+    others: jax.ShapeDtypeStruct | Array | None = None,
 ) -> PartsConfig | None:
     """Choose a configuration by static things alone; None where parts do not pay."""
     kv_heads = kv_pages.shape[2]

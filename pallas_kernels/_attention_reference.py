@@ -86,8 +86,8 @@ def max_query_tiles(rows: int, seqs: int, block_rows: int, aligned: int = 1) -> 
 
 
 def with_padding(
-    bounds: Int32[Array, "seqs+1"], rows: int, *, skip_lone: bool
-) -> tuple[Int32[Array, "seqs+2"], Bool[Array, "seqs+1"] | None]:
+    bounds: Int32[Array, " edges"], rows: int, *, skip_lone: bool
+) -> tuple[Int32[Array, "edges+1"], Bool[Array, " edges"] | None]:
     """Return `query_tiles`' bounds, padding rows a sequence more, and what it skips.
 
     With `skip_lone` that is sequences of one row; the padding is not, though it be one.

@@ -373,6 +373,10 @@ def test_a_decode_step_writes_where_the_last_one_did(checkpoint):
     # What another size's step gave is its own, and prompts' steps keep nothing.
     assert not any(array.is_deleted() for array in jax.tree.leaves(others))
     assert runner._spent.of(prefill) is None
+    # Given away and not kept, as where a step is interrupted.
+    runner._spent.of(decode)
+    third = runner.forward(Batch.of([], decode, pages_per_seq))
+    np.testing.assert_array_equal(third.logits, second.logits)
 
 
 def test_a_full_pool_can_replace(checkpoint):

@@ -58,13 +58,12 @@ def decode_attention(
     if not run_at_once(grid):
         grid, order = grid[::-1], (longest_first(bounds, kv_lens, slots=slots),)
     operands = *order, q, kv_pages, page_table, bounds, kv_lens
-    if others is not None:
-        operands = *operands, others
+    operands, aliases = with_others(operands, others)
     partial = pallas_call(
         kernel if order else functools.partial(kernel, None),
         out_shape=result_shapes(q, slots, config.splits),
         grid=grid,
-        input_output_aliases={} if others is None else {len(operands) - 1: 0},
+        input_output_aliases=aliases,
         compiler_params=plgpu.CompilerParams(
             num_warps=config.num_warps, num_stages=config.num_stages
         ),
@@ -81,6 +80,15 @@ def num_slots(q: Any, page_table: Any, others: Any) -> int:
     """
     rows, seqs = q.shape[0], page_table.shape[0]
     return max(rows, seqs) if others is None else seqs
+
+
+def with_others(
+    operands: tuple[Array, ...], others: Array | None
+) -> tuple[tuple[Array, ...], dict[int, int]]:
+    """Return a launch's operands, `others` last, and which result is whose array."""
+    if others is None:
+        return operands, {}
+    return (*operands, others), {len(operands): 0}
 
 
 def result_shapes(

@@ -25,6 +25,7 @@ from punica_jax.pallas_kernels._attention_decode import (
     row_of_slot,
     store_result,
     store_split,
+    with_others,
 )
 from punica_jax.pallas_kernels._counts import count_stored, counts_of, set_to_zero
 from punica_jax.pallas_kernels._decode_config import (
@@ -162,15 +163,13 @@ def _launch(
     zeros = jnp.broadcast_to(jnp.minimum(bounds[0], 0), (seqs * kv_heads,))
     counts = counts_of(zeros)
     whole = jax.ShapeDtypeStruct(q.shape, q.dtype)
-    operands = work, counts, q, kv_pages, page_table
-    if others is not None:
-        operands = *operands, others
+    operands, aliases = with_others((work, counts, q, kv_pages, page_table), others)
     return pallas_call(
         functools.partial(_kernel, scale=scale, config=config, interpret=interpret),
         out_shape=[whole, *result_shapes(q, seqs, config.parts)],
         # Those with the most to do begin first, and those with nothing last.
         grid=(kv_heads, work.shape[0]),
-        input_output_aliases={} if others is None else {len(operands) - 1: 0},
+        input_output_aliases=aliases,
         compiler_params=plgpu.CompilerParams(
             num_warps=config.decode.num_warps, num_stages=config.decode.num_stages
         ),

@@ -80,18 +80,19 @@ class SpentForwards:
         self._arrays: dict[Bucket, _Spent] = {}
 
     def of(self, bucket: Bucket) -> _Spent | None:
-        """Give away what a step of a bucket may write to; `keep` what it gives.
+        """Return what a step of a bucket may write to; `keep` what it gives.
 
         Where there is nothing, or a step was interrupted, other memory is taken.
         """
         if not bucket.is_decode:
             return None
-        if bucket in self._arrays:
-            return self._arrays.pop(bucket)
-        shapes = _spent_shapes(self._config, self._dtype, bucket)
-        # Of NumPy: zeros of JAX would be a program that nobody compiles ahead.
-        zeros = jax.tree.map(lambda one: np.zeros(one.shape, one.dtype), shapes)
-        return self._bind(zeros)
+        kept = self._arrays.get(bucket)
+        if kept is None or any(one.is_deleted() for one in jax.tree.leaves(kept)):
+            shapes = _spent_shapes(self._config, self._dtype, bucket)
+            # Of NumPy: zeros of JAX would be a program that nobody compiles ahead.
+            zeros = jax.tree.map(lambda one: np.zeros(one.shape, one.dtype), shapes)
+            kept = self._arrays[bucket] = self._bind(zeros)
+        return kept
 
     def keep(self, bucket: Bucket, result: Forward) -> None:
         """Let the next step of the bucket write where this one did."""

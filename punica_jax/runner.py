@@ -241,7 +241,7 @@ class Runner:
         time of 32 requests at once the device was known to be busy for 66 % so, and for
         99 % without.
         """
-        return bucket.max_query_len == 1 and bucket.rows > MAX_PROJECT_ROWS
+        return bucket.is_decode and bucket.rows > MAX_PROJECT_ROWS
 
     def _step_of(self, bucket: Bucket) -> Any:
         return self._steps_by[self.overlaps(bucket), bucket.rows > MAX_PROJECT_ROWS]

@@ -62,8 +62,7 @@ def test_query_tiles_cover_each_row_once(lengths, rows, block_rows, aligned):
     assert covered == list(range(bounds[-1]))
 
 
-window_table = jax.jit(_attention_warpgroups._window_table, static_argnames="rows")
-lone_window_table = jax.jit(
+window_table = jax.jit(
     _attention_warpgroups._window_table, static_argnames=("rows", "skip_lone")
 )
 
@@ -123,7 +122,7 @@ def test_windows_leave_out_sequences_of_one_row(lengths, padding):
         }
         for skip_lone in (False, True)
         for table, count in [
-            lone_window_table(bounds, kv_lens, rows=rows, skip_lone=skip_lone)
+            window_table(bounds, kv_lens, rows=rows, skip_lone=skip_lone)
         ]
     }
     assert windows[True] == {

@@ -373,10 +373,15 @@ def test_a_decode_step_writes_where_the_last_one_did(checkpoint):
     # What another size's step gave is its own, and prompts' steps keep nothing.
     assert not any(array.is_deleted() for array in jax.tree.leaves(others))
     assert runner._spent.of(prefill) is None
+    # Looking at a program gives nothing away, as `compile` does for each.
+    runner.lower(Batch.of([], decode, pages_per_seq))
+    assert runner._spent.of(decode) == (second.logits, second.blocks)
     # Given away and not kept, as where a step is interrupted.
-    runner._spent.of(decode)
+    logits = np.array(second.logits)
+    for array in jax.tree.leaves(runner._spent.of(decode)):
+        array.delete()
     third = runner.forward(Batch.of([], decode, pages_per_seq))
-    np.testing.assert_array_equal(third.logits, second.logits)
+    np.testing.assert_array_equal(third.logits, logits)
 
 
 def test_a_full_pool_can_replace(checkpoint):

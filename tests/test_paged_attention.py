@@ -49,6 +49,11 @@ AMONG_QUERY_LENS = [
 ]
 
 
+def kv_lens_of(query_lens, most):
+    """Lengths below `most`, or as long as the rows."""
+    return [max(n, (37 * n + 611 * i) % most) for i, n in enumerate(query_lens)]
+
+
 class AttentionTests:
     """What every implementation must do."""
 
@@ -240,7 +245,7 @@ class KernelTests(AttentionTests):
     def test_one_row_among_longer_sequences_in_order(self, monkeypatch, at_once):
         """Of more programs than run at once, and called eagerly and by `jax.vmap`."""
         query_lens = AMONG_QUERY_LENS[0]
-        kv_lens = [max(n, (37 * n + 61 * i) % 200) for i, n in enumerate(query_lens)]
+        kv_lens = kv_lens_of(query_lens, 200)
         shape = {"heads": 16, "kv_heads": 16, "head_dim": 24, "dtype": "float32"}
         batch = make_batch(query_lens, kv_lens, **shape, padding=3)
         q, *sequences = batch.operands(fill=np.nan, table_fill=NOWHERE)
@@ -257,7 +262,7 @@ class KernelTests(AttentionTests):
     @pytest.mark.parametrize("query_lens", AMONG_QUERY_LENS)
     def test_one_row_among_longer_sequences(self, query_lens):
         """It is to the bit what the decode form gives, and prompts what theirs does."""
-        kv_lens = [max(n, (37 * n + 61 * i) % 200) for i, n in enumerate(query_lens)]
+        kv_lens = kv_lens_of(query_lens, 200)
         shape = {"heads": 32, "kv_heads": 16, "head_dim": 16, "dtype": "bfloat16"}
         batch = make_batch(query_lens, kv_lens, **shape, padding=1)
         operands = batch.operands(fill=np.nan, table_fill=NOWHERE)
@@ -372,7 +377,7 @@ class TestWarpgroups(AttentionTests):
     def test_sequences_of_one_row_have_their_own_launch(self, shape):
         heads, kv_heads, head_dim = shape
         query_lens = [1, 130, 1, 0, 257, 1, 5, 1, *[1] * 24]
-        kv_lens = [max(n, (37 * n + 611 * i) % 900) for i, n in enumerate(query_lens)]
+        kv_lens = kv_lens_of(query_lens, 900)
         batch = make_batch(
             query_lens,
             kv_lens,

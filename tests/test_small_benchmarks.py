@@ -187,43 +187,34 @@ def test_attention_reads_more_than_an_l2_before_it_reads_again(case):
     assert (case.num_sets - 1) * case.num_bytes > 60e6
 
 
+@pytest.fixture
+def tiny_attention(monkeypatch):
+    """Make a small case the only one."""
+
+    def make(**sizes):
+        shape = {"heads": 2, "kv_heads": 2, "head_dim": 16, "page_size": 16}
+        case = attention.Case(name="tiny", kv_len=32, **shape, **sizes)
+        monkeypatch.setattr(attention, "CASES", [case])
+        monkeypatch.setattr(attention, "COLD_BYTES", 1)
+        return case
+
+    return make
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("query_len", [1, 32])
-def test_attention(run, monkeypatch, query_len):
-    case = attention.Case(
-        name="tiny",
-        seqs=2,
-        query_len=query_len,
-        kv_len=32,
-        heads=2,
-        kv_heads=2,
-        head_dim=16,
-        page_size=16,
-    )
-    monkeypatch.setattr(attention, "CASES", [case])
-    monkeypatch.setattr(attention, "COLD_BYTES", 1)
+def test_attention(run, tiny_attention, query_len):
+    case = tiny_attention(seqs=2, query_len=query_len)
     (record,) = run(attention, "tiny")
     assert record["us"] > 0 and record["bytes"] == case.num_bytes
 
 
 @pytest.mark.slow
-def test_attention_beside_a_prompt(run, monkeypatch):
-    case = attention.Case(
-        name="tiny",
-        seqs=3,
-        query_len=1,
-        kv_len=32,
-        heads=2,
-        kv_heads=2,
-        head_dim=16,
-        page_size=16,
-        prompt_len=6,
-    )
+def test_attention_beside_a_prompt(run, tiny_attention):
+    case = tiny_attention(seqs=3, query_len=1, prompt_len=6)
     assert case.rows == 1 + 1 + 6
     # Two rows see 32 tokens each, the prompt's 1 to 6.
     assert case.num_flops == 2 * 2 * (32 + 32 + 21) * case.head_dim * case.heads
-    monkeypatch.setattr(attention, "CASES", [case])
-    monkeypatch.setattr(attention, "COLD_BYTES", 1)
     (record,) = run(attention, "tiny")
     assert record["us"] > 0 and record["prompt_len"] == 6
     assert record["config"] == "as chosen"

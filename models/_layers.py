@@ -71,8 +71,9 @@ def rotary_tables(
       dtype: what the tables, computed in float32, are rounded to.
       amplitude: what multiplies them.
     """
+    # Known to the compiler doubled, so both tables are one kernel.
+    inv_freq = jnp.concatenate([inv_freq, inv_freq])
     angles = positions.astype(jnp.float32)[:, None] * inv_freq[None, :]
-    angles = jnp.concatenate([angles, angles], axis=-1)
     cos, sin = jnp.cos(angles) * amplitude, jnp.sin(angles) * amplitude
     return cos.astype(dtype), sin.astype(dtype)
 

@@ -11,7 +11,7 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
@@ -41,6 +41,8 @@ from punica_jax.pallas_kernels._sgmv_config import (
 
 # Rows of a tile where no adapters cut them.
 _BASE_ROWS = 16
+# Whose counts a row's launch takes, q, k and v's number: see `Shrunk.row_operands`.
+_LEAST_MODULES = 3
 
 
 @jax.tree_util.register_dataclass
@@ -69,13 +71,16 @@ class Shrunk:
         """
         pool, slots = self.pool, self.segments.slots
         known, has_adapter = jnp.maximum(slots[0], 0), slots[0] >= 0
-        counts = pool.num_pages.reshape(-1, pool.num_slots, pool.num_modules)[:, known]
+        # As wide for every group, so that one kernel makes those of all.
+        extra = max(0, _LEAST_MODULES - pool.num_modules)
+        counts = lax.pad(pool.num_pages, jnp.int32(0), ((0, 0, 0), (0, extra, 0)))
+        counts = counts.reshape(-1, pool.num_slots, counts.shape[1])[:, known]
         counts = jnp.where(has_adapter[None, :, None], counts, 0)
         # A first page is asked for before the counts say that it is there: it must be
         # within bounds, or negative.
         pages = jnp.minimum(pool.page_table[known], pool.pages_per_layer - 1)
         pages = jnp.where(has_adapter[:, None], pages, -1)
-        tables = pages, counts.reshape(-1, pool.num_modules)
+        tables = pages, counts.reshape(-1, counts.shape[-1])
         return self._with(*tables, pool.layer_index, self.segments.rows, slots)
 
     def _with(self, *tables: Array) -> tuple[Array, ...]:

@@ -210,9 +210,14 @@ def fed_tokens(newest: Array, batch: Batch, feed: Feed) -> Array:
       feed: which rows' tokens are kept.
     """
     tokens = jnp.asarray(batch.tokens)
-    row = jnp.where(feed.kept > 0, batch.logit_rows, tokens.shape[0])
-    seat = jnp.maximum(feed.seats, 0)
-    return tokens.at[row].set(newest[seat], mode="drop")
+    row = jnp.arange(len(tokens), dtype=jnp.int32)
+    # Each row asks its sequence: so a compiler does it where rows are embedded, and
+    # the other way around in launches of its own. (Padding rows are nobody's last.)
+    seq = batch.seqs.seq_of_row(len(tokens))
+    of_seqs = (feed.kept, batch.logit_rows, feed.seats)
+    kept, last, seat = (jnp.asarray(own).at[seq].get(mode="clip") for own in of_seqs)
+    is_kept = (kept > 0) & (row == last)
+    return jnp.where(is_kept, newest[jnp.maximum(seat, 0)], tokens)
 
 
 def keep_tokens(newest: Array, seat: Array, tokens: Array) -> Array:

@@ -71,7 +71,8 @@ def rotary_tables(
       dtype: what the tables, computed in float32, are rounded to.
       amplitude: what multiplies them.
     """
-    # Known to the compiler doubled, so both tables are one kernel.
+    # Repeated while they are constants: of angles, joined, XLA makes a launch for each
+    # of the tables.
     inv_freq = jnp.concatenate([inv_freq, inv_freq])
     angles = positions.astype(jnp.float32)[:, None] * inv_freq[None, :]
     cos, sin = jnp.cos(angles) * amplitude, jnp.sin(angles) * amplitude

@@ -11,7 +11,7 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
@@ -41,8 +41,8 @@ from punica_jax.pallas_kernels._sgmv_config import (
 
 # Rows of a tile where no adapters cut them.
 _BASE_ROWS = 16
-# Whose counts a row's launch takes, q, k and v's number: see `Shrunk.row_operands`.
-_LEAST_MODULES = 3
+# Columns that the counts of `Shrunk.row_operands` have at least: q, k and v need them.
+_LEAST_COUNTS = 3
 
 
 @jax.tree_util.register_dataclass
@@ -67,15 +67,16 @@ class Shrunk:
         """What a launch takes whose programs have a row or a few, one by one.
 
         Its tables are each entry's own: no program waits for a slot before it looks up
-        pages, 0.2 us of a launch. XLA makes them once for all layers of a pool.
+        pages, 0.2 us of a launch. XLA makes them once for all layers of a pool. Counts
+        are `i32[layers * entries, max(3, C)]`, zeros behind those of the modules.
         """
         pool, slots = self.pool, self.segments.slots
         known, has_adapter = jnp.maximum(slots[0], 0), slots[0] >= 0
-        # As wide for every group, so that one kernel makes those of all.
-        extra = max(0, _LEAST_MODULES - pool.num_modules)
-        counts = lax.pad(pool.num_pages, jnp.int32(0), ((0, 0, 0), (0, extra, 0)))
-        counts = counts.reshape(-1, pool.num_slots, counts.shape[1])[:, known]
+        counts = pool.num_pages.reshape(-1, pool.num_slots, pool.num_modules)[:, known]
         counts = jnp.where(has_adapter[None, :, None], counts, 0)
+        # As wide for every group, so that one kernel makes those of all.
+        extra = max(0, _LEAST_COUNTS - pool.num_modules)
+        counts = jnp.pad(counts, ((0, 0), (0, 0), (0, extra)))
         # A first page is asked for before the counts say that it is there: it must be
         # within bounds, or negative.
         pages = jnp.minimum(pool.page_table[known], pool.pages_per_layer - 1)

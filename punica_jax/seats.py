@@ -206,18 +206,21 @@ def fed_tokens(newest: Array, batch: Batch, feed: Feed) -> Array:
 
     Args:
       newest: `i32[seats]`, the newest token of each seat.
-      batch: arrays may be traced, as those of `feed`.
+      batch: arrays may be traced, as those of `feed`; `logit_rows` are last rows.
       feed: which rows' tokens are kept.
     """
     tokens = jnp.asarray(batch.tokens)
-    row = jnp.arange(len(tokens), dtype=jnp.int32)
-    # Each row asks its sequence: so a compiler does it where rows are embedded, and
-    # the other way around in launches of its own. (Padding rows are nobody's last.)
+    kept = jnp.where(feed.kept > 0, newest[jnp.maximum(feed.seats, 0)], -1)
+    # Rows ask their sequences, so that XLA looks tokens up where it embeds them; a
+    # scatter is a copy and a launch of its own. Padding rows ask the last sequence,
+    # whose last row they are not, or which is idle and keeps nothing.
     seq = batch.seqs.seq_of_row(len(tokens))
-    of_seqs = (feed.kept, batch.logit_rows, feed.seats)
-    kept, last, seat = (jnp.asarray(own).at[seq].get(mode="clip") for own in of_seqs)
-    is_kept = (kept > 0) & (row == last)
-    return jnp.where(is_kept, newest[jnp.maximum(seat, 0)], tokens)
+    own, last = (
+        jnp.asarray(of_seq).at[seq].get(mode="clip")
+        for of_seq in (kept, batch.logit_rows)
+    )
+    row = jnp.arange(len(tokens), dtype=jnp.int32)
+    return jnp.where((own >= 0) & (row == last), own, tokens)
 
 
 def keep_tokens(newest: Array, seat: Array, tokens: Array) -> Array:

@@ -385,6 +385,25 @@ def test_pages_that_are_asked_for_are_there(place):
     assert set(by_row[2]) == {-1}
 
 
+@pytest.mark.parametrize("modules", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "place", [lambda pool: pool, functools.partial(in_second_layer, first_count=1)]
+)
+def test_counts_are_one_shape_for_groups_of_up_to_three_modules(place, modules):
+    ranks = [[16] * modules, [8, 40, 0, 16][:modules], [0, 3, 20, 1][:modules]]
+    case = make_case(rows=4, ranks=ranks, d_outs=(16,) * modules)
+    slots = np.asarray([1, 0, -1, 2], np.int32)
+    segments, placed = segments_of(case, slots, "xla"), place(case.pool)
+    _, _, _, counts, *_ = _fused.Shrunk(jnp.zeros(()), placed, segments).row_operands
+    entries = segments.slots[0]
+    of_layers = placed.num_pages.reshape(-1, len(ranks), modules)
+    expected = np.where(entries[:, None] >= 0, of_layers[:, entries], 0)
+    expected = expected.reshape(-1, modules)
+    assert counts.shape == (len(expected), max(3, modules))
+    np.testing.assert_array_equal(counts[:, :modules], expected)
+    assert not counts[:, modules:].any()
+
+
 @pytest.mark.parametrize("implementation", [GRID, GPU])
 def test_a_row_is_bitwise_the_same_among_33_and_64(implementation):
     case, weight, bias = linear_case("bfloat16", MAX_PROJECT_ROWS, d_in=136)

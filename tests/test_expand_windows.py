@@ -94,6 +94,7 @@ def test_bits_are_those_of_tiles(block_rows, passes, pages_at_once, implementati
         assert not np.array_equal(expected, case.y)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_lora_by_windows(implementation, monkeypatch):
     monkeypatch.setattr(_sgmv_config, "_WINDOWED_EXPAND_ROWS", 65)

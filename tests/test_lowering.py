@@ -301,7 +301,9 @@ def test_heads_that_share_no_keys_have_a_launch_less():
     "varying",
     ["batch", *(pytest.param(name, marks=pytest.mark.slow) for name in _OPERANDS[:3])],
 )
-@pytest.mark.parametrize("form", ["decode", "prefill"])
+@pytest.mark.parametrize(
+    "form", ["decode", pytest.param("prefill", marks=pytest.mark.slow)]
+)
 def test_whole_step_under_shard_map_with_its_checks(form, varying):
     step, operands = whole_step(form)
     index = _OPERANDS.index(varying)

@@ -50,6 +50,7 @@ def test_wheel_has_exactly_the_files_of_the_tree(wheel):
     assert {n for n in names if ".dist-info/" not in n} == expected
 
 
+@pytest.mark.slow
 def test_wheel_imports_from_elsewhere(wheel, tmp_path):
     site = tmp_path / "site"
     zipfile.ZipFile(wheel).extractall(site)

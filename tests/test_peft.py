@@ -249,6 +249,7 @@ def test_norms_that_are_known_are_not_computed(tmp_path):
     assert read(tmp_path).report.complete(known).rows == (known[0], *others)
 
 
+@pytest.mark.slow
 def test_modules_are_nothing_that_garbage_collection_walks_through(tmp_path):
     """With hundreds of adapters in host memory it would hold up steps."""
     kept = {}

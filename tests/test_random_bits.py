@@ -24,6 +24,7 @@ def test_numbers_differ_and_have_as_many_bits():
     assert max(drawn).bit_length() in range(120, 129)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="it cannot fork")
 def test_a_forked_process_draws_others():
     command = [sys.executable, "-c", FORK]

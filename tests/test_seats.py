@@ -1,5 +1,6 @@
 """Drawing by seat: bias, penalties, early stops, counts, what a seat forgets."""
 
+import array
 import functools
 import re
 
@@ -8,9 +9,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from punica_jax.batch import Batch, Bucket, Feed
+from punica_jax.chunk import Chunk
 from punica_jax.packing import pack, unpack
 from punica_jax.request import SamplingParams
-from punica_jax.seats import SeatRow, Seats, adjusted_logits, draw, write_seat
+from punica_jax.seats import (
+    SeatRow,
+    Seats,
+    adjusted_logits,
+    draw,
+    fed_tokens,
+    write_seat,
+)
 from tests.test_lowering import H200
 
 VOCAB = 50  # no multiple of 4: the marks' last bytes are padding
@@ -263,3 +273,34 @@ def test_what_has_no_finite_logits_is_not_drawn(state):
     likely = np.array([-1, -1], np.int32)
     tokens, counts, newest = _draw(seats, counts, NEWEST, logits, likely, rows)
     assert tokens.tolist() == [-1, -1] and not counts.any() and not newest.any()
+
+
+@pytest.mark.parametrize("lengths", [[], [1, 1, 1, 1], [3, 1, 1, 2], [1, 8, 1], [12]])
+@pytest.mark.parametrize("idle", [None, 0, 1])
+def test_the_tokens_that_seats_keep_are_filled_in(lengths, idle):
+    rng = np.random.default_rng(len(lengths))
+    newest = rng.permutation(100)[:6].astype(np.int32)
+    chunks = [
+        Chunk(
+            tokens=array.array("i", rng.integers(100, 200, length).tolist()),
+            kv_len=20,
+            pages=[i],
+            slot=-1,
+            seat=seat,
+            is_kept=i != 1,
+        )
+        for i, (length, seat) in enumerate(zip(lengths, (4, 0, 5, 2), strict=False))
+    ]
+    if idle is not None:  # among the others
+        chunks[idle:idle] = [Chunk(array.array("i"), kv_len=0, pages=[], slot=-1)]
+    decodes = max(lengths, default=1) == 1
+    bucket = Bucket(5, 5, 1) if decodes else Bucket(12, 5, 12)
+    expected, row = np.zeros(bucket.rows, np.int32), 0
+    for chunk in chunks:
+        expected[row : row + len(chunk.tokens)] = chunk.tokens
+        row += len(chunk.tokens)
+        if chunk.is_kept:
+            expected[row - 1] = newest[chunk.seat]
+    packed, layout = pack((Batch.of(chunks, bucket, 1), Feed.of(chunks, bucket)))
+    feed = jax.jit(lambda newest, packed: fed_tokens(newest, *unpack(packed, layout)))
+    np.testing.assert_array_equal(feed(newest, packed), expected)

@@ -85,7 +85,8 @@ class Buckets:
         for seqs in self._decode_seqs:
             yield Bucket(seqs, seqs, _DECODE_ONLY)
         for rows in self._prefill_rows:
-            yield self._prefill(rows)
+            if rows > 1:  # a row alone is decode
+                yield self._prefill(rows)
 
     def _prefill(self, rows: int) -> Bucket:
         seqs = _least(self._decode_seqs, min(rows, self._max_seqs))

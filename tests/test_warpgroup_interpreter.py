@@ -97,10 +97,25 @@ class TestFewRows:
         ],
     )
     def test_product_and_shrink(self, rows, d_in, d_outs, options):
+        self.check(rows, d_in, d_outs, options)
+
+    @pytest.mark.parametrize(
+        ("d_outs", "slots"),
+        [
+            ((128, 128), [4] * 64),
+            ((64, 32, 32), [0, 1, 2, 4, 5] + [3] * 35),
+            ((128,), [5] * 8 + [0] * 8 + [-1] * 8 + [5] * 8),
+        ],
+        ids=["one adapter", "a prompt", "two of several runs"],
+    )
+    def test_adapters_of_many_rows(self, d_outs, slots):
+        self.check(len(slots), 512, d_outs, (), slots)
+
+    def check(self, rows, d_in, d_outs, options, slots=None):
         x, weight, options = whole_numbers(
             operands_of(rows, d_in, sum(d_outs), options=options), d_in
         )
-        pool, segments = lora_of(rows, d_in, d_outs)
+        pool, segments = lora_of(rows, d_in, d_outs, slots=slots)
         pool = dataclasses.replace(pool, a=jnp.round(2 * pool.a))
         lora = pool, segments
         assert _project_warpgroups.fits(x, weight, lora, options)

@@ -288,7 +288,9 @@ class PartsTests:
         assert_same(actual[1], expected[1])
         assert not np.array_equal(actual[0], expected[0])
 
-    @pytest.mark.parametrize("constant", [False, True])
+    @pytest.mark.parametrize(
+        "constant", [pytest.param(False, marks=pytest.mark.grid), True]
+    )
     def test_layers_count_from_zero(self, constant):
         batch = make_batch([1] * 3, [200, 500, 90], dtype="float32")
         q, kv_pages, table, bounds, lens = batch.operands()

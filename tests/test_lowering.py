@@ -320,7 +320,9 @@ def test_whole_step_under_shard_map_with_its_checks(form, varying):
     assert lower(sharded, *operands) == lower(step, *operands)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("split", ["batch", "columns", "rows"])
 def test_gradients_are_summed_over_a_mesh_as_those_of_xlas_form(split, dtype):
     mesh = AbstractMesh(

@@ -134,10 +134,8 @@ def test_pages_that_do_not_fill_a_load(ranks, implementation):
     assert_near(actual, case.expected(slots), "bfloat16")
 
 
-@pytest.mark.parametrize("implementation", ["pallas_interpret", GPU])
-@pytest.mark.parametrize(
-    "dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.grid)]
-)
+@pytest.mark.parametrize("implementation", [INTERPRET_GRID, GPU])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_programs_of_all_modules_are_those_of_each(dtype, implementation, monkeypatch):
     # Two adapters a row; ranks of one page each, and of none to two.
     ranks = [[8, 16], [20, 0], [4, 4], [0, 32]]
@@ -159,7 +157,9 @@ def test_programs_of_all_modules_are_those_of_each(dtype, implementation, monkey
 
 
 @pytest.mark.parametrize("implementation", ["pallas_interpret", GPU])
-@pytest.mark.parametrize("block_rows", [16, 64, 128])
+@pytest.mark.parametrize(
+    "block_rows", [16, pytest.param(64, marks=pytest.mark.grid), 128]
+)
 def test_windows_of_tiles(block_rows, implementation, monkeypatch):
     # Segments of many tiles, of one, and of one row; some begin and end in a window.
     sizes = {0: 150, 1: 1, 3: 1, 4: 70, 5: 1, 6: 16, -1: 9}

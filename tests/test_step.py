@@ -185,10 +185,14 @@ def test_chunks_of_a_prompt_equal_the_whole(baseline, run, checkpoint):
 @pytest.mark.parametrize(
     ("lengths", "bucket"),
     [
-        pytest.param([20], Bucket(32, 1, 32), id="one"),
+        pytest.param([20], Bucket(32, 1, 32), id="one", marks=pytest.mark.slow),
         pytest.param([9, 2], Bucket(32, 4, 32), id="two, and two idle ones"),
         pytest.param([3, 17, 1, 5], Bucket(32, 4, 32), id="four"),
-        pytest.param([2, 1], Bucket(4, 4, 4), id="as many sequences as rows"),
+        pytest.param(
+            *([2, 1], Bucket(4, 4, 4)),
+            id="as many sequences as rows",
+            marks=pytest.mark.slow,
+        ),
         pytest.param([2], Bucket(2, 4, 2), id="more sequences than rows"),
         pytest.param([1, 1, 1], Bucket(4, 4, 1), id="decode"),
     ],

@@ -83,7 +83,7 @@ class WatchedRunner(Runner):
         slots, kv_lens = np.asarray(batch.slots), np.asarray(batch.seqs.kv_lens)
         self._launched.append(
             {
-                "decodes": batch.max_query_len == 1,
+                "decodes": batch.bucket.is_decode,
                 "num_seqs": int(np.count_nonzero(kv_lens)),
                 "num_new": 0 if feed is None else int((feed.seats >= 0).sum()),
                 "kv_tokens": int(kv_lens.sum()),

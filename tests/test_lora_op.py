@@ -19,7 +19,7 @@ from punica_jax.pallas_kernels import (
     pack_adapters,
     segment_metadata,
 )
-from tests.sgmv_cases import make_case
+from tests.sgmv_cases import make_case, rarely
 from tests.tiny_checkpoint import CONFIG
 
 GPU = pytest.param("pallas_triton", marks=pytest.mark.gpu)
@@ -126,10 +126,7 @@ def test_gradients_against_finite_differences():
     check_grads(loss, arrays[:4], order=1, modes=("rev",), atol=2e-2, rtol=2e-2)
 
 
-@pytest.mark.parametrize(
-    "implementation",
-    [pytest.param("xla", marks=pytest.mark.grid), "pallas_interpret", GPU],
-)
+@pytest.mark.parametrize("implementation", [rarely("xla"), "pallas_interpret", GPU])
 def test_second_derivatives_are_right_or_refused(implementation):
     rng = np.random.default_rng(0)
     y, x, a, b = (

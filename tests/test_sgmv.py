@@ -22,7 +22,7 @@ from punica_jax.pallas_kernels.shapes import (
     TEST_RANKS,
     TEST_ROWS,
 )
-from tests.sgmv_cases import TOLERANCE, make_case, slots_of
+from tests.sgmv_cases import TOLERANCE, make_case, rarely, slots_of
 
 GPU = pytest.param("pallas_triton", marks=pytest.mark.gpu)
 IMPLEMENTATIONS = ["xla", "pallas_interpret", GPU]
@@ -157,9 +157,7 @@ def test_programs_of_all_modules_are_those_of_each(dtype, implementation, monkey
 
 
 @pytest.mark.parametrize("implementation", ["pallas_interpret", GPU])
-@pytest.mark.parametrize(
-    "block_rows", [16, pytest.param(64, marks=pytest.mark.grid), 128]
-)
+@pytest.mark.parametrize("block_rows", [16, rarely(64), 128])
 def test_windows_of_tiles(block_rows, implementation, monkeypatch):
     # Segments of many tiles, of one, and of one row; some begin and end in a window.
     sizes = {0: 150, 1: 1, 3: 1, 4: 70, 5: 1, 6: 16, -1: 9}

@@ -189,7 +189,8 @@ def test_chunks_of_a_prompt_equal_the_whole(baseline, run, checkpoint):
         pytest.param([9, 2], Bucket(32, 4, 32), id="two, and two idle ones"),
         pytest.param([3, 17, 1, 5], Bucket(32, 4, 32), id="four"),
         pytest.param(
-            *([2, 1], Bucket(4, 4, 4)),
+            [2, 1],
+            Bucket(4, 4, 4),
             id="as many sequences as rows",
             marks=pytest.mark.slow,
         ),

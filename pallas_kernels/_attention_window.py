@@ -20,6 +20,7 @@ from punica_jax.pallas_kernels._warpgroups import (
     iota,
     load,
     stage_of,
+    wait_copied,
 )
 
 _LIBRARY: Any = plgpu  # its types are those of one version, or abstract
@@ -222,7 +223,7 @@ def store_rows(
     begin, end = (
         jnp.clip(row - offset, 0, GROUP_ROWS) for row in (window.begin, window.end)
     )
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    wait_copied()
 
     @pl.when(end - begin == GROUP_ROWS)
     def _():

@@ -31,6 +31,7 @@ from punica_jax.pallas_kernels._warpgroups import (
     load,
     stage_of,
     store,
+    wait_copied,
 )
 
 _LIBRARY: Any = plgpu
@@ -260,7 +261,7 @@ def _multiply(
             live = shared.y.at[part, pl.ds(0, y_ref.shape[0])]
             plgpu.copy_smem_to_gmem(live, y_ref.at[:, cut.part(program, part)])
 
-    plgpu.wait_smem_to_gmem(0)
+    wait_copied()
 
 
 def _product(num_blocks, cut: ProjectCut, shared: ProductMemory, *sums) -> list[Array]:

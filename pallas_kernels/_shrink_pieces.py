@@ -26,19 +26,24 @@ from punica_jax.pallas_kernels._shrink_cut import (
     PieceMemory,
     ShrinkCut,
 )
-from punica_jax.pallas_kernels._warpgroups import GROUP_ROWS, stage_of, store
+from punica_jax.pallas_kernels._warpgroups import (
+    GROUP_ROWS,
+    stage_of,
+    store,
+    wait_copied,
+)
 
 
 class _Piece(NamedTuple):
     """A group of splits of some pages of one adapter; scalars."""
 
-    tile: Array  # the adapter's first
-    slot: Array
     index: Array  # which of the adapter's pages is the first
     counts: tuple[Array, ...]  # how many pages each module has from there on
     num_pages: Array  # of the piece; 0 if it is idle
     a_rows: tuple[Array, ...]  # where A of each page lies
     group: Array  # which group of splits
+    begin: Array  # of the adapter's rows, by entry
+    end: Array
 
 
 def operands(pool: LoraPool, segments: Segments) -> tuple[Array, ...]:
@@ -82,21 +87,22 @@ def shrink(
 
             @pl.when(piece.num_pages == 1 if single else piece.num_pages > 1)
             def _(form=form, own=own):
-                plgpu.wait_smem_to_gmem(0)  # v of the last piece, whose place is taken
+                wait_copied()  # v of the last piece, whose place is taken
                 v = _multiply(piece, x_ref, a_ref, pieces.config, form, own)
                 plgpu.commit_smem()  # No warp still reads what v takes the place of.
                 store(own.v, scaled(v))
                 plgpu.commit_smem()
-                _write(piece, own.v, v_ref, tables, pieces, form)
+                _write(piece, own.v, v_ref, tables[3], pieces, form)
 
         return [*others, piece]
 
     lax.fori_loop(0, num_turns, do_piece, turns)
-    plgpu.wait_smem_to_gmem(0)
+    wait_copied()
 
 
 def _look_up(number: Array, a_ref, tables, pieces: ShrinkCut) -> _Piece:
-    page_table_ref, num_pages_ref, layer_ref, _, tile_slot_ref, *_ = tables
+    page_table_ref, num_pages_ref, layer_ref, rows_ref, *tile_refs = tables
+    tile_slot_ref, tile_first_ref, tile_end_ref = tile_refs
     page_group, group = split_number(number, pieces.config.num_groups)
     chunk, tile = split_number(page_group, pieces.num_tiles)
     index = jnp.minimum(chunk, pieces.num_chunks - 1) * pieces.pages
@@ -117,15 +123,20 @@ def _look_up(number: Array, a_ref, tables, pieces: ShrinkCut) -> _Piece:
     for page in range(pieces.pages):
         at = jnp.minimum(index + page, pieces.max_pages - 1)
         a_rows.append(first_row + page_table_ref[known, at] * pieces.page_ranks)
+    begin = end = tile_first_ref[0, tile]
+    for after in range(pl.cdiv(rows_ref.shape[1], pieces.block_rows)):
+        own = jnp.minimum(tile + after, pieces.num_tiles - 1)
+        is_own = (tile + after < pieces.num_tiles) & (tile_slot_ref[0, own] == slot)
+        end = jnp.where(is_own, tile_end_ref[0, own], end)
     is_used = (chunk < pieces.num_chunks) & (slot >= 0) & leads
     return _Piece(
-        tile=tile,
-        slot=slot,
         index=index,
         counts=counts,
         num_pages=jnp.where(is_used, jnp.minimum(most, pieces.pages), 0),
         a_rows=tuple(a_rows),
         group=group,
+        begin=begin,
+        end=end,
     )
 
 
@@ -195,31 +206,22 @@ def _multiply(
 
 
 def _write(
-    piece: _Piece, v_shared, v_ref, tables, pieces: ShrinkCut, form: PieceForm
+    piece: _Piece, v_shared, v_ref, rows_ref, pieces: ShrinkCut, form: PieceForm
 ) -> None:
-    """Write the rows of the adapter's tiles, which lie one after the other."""
-    rows_ref, tile_slot_ref, tile_first_ref, tile_end_ref = tables[3:]
+    """Write the adapter's rows, which lie one after the other."""
     max_rank = pieces.max_pages * RANK_PAGE
-    most = pl.cdiv(rows_ref.shape[1], pieces.block_rows)
 
-    @pl.loop(0, most)
-    def _(i):
-        tile = jnp.minimum(piece.tile + i, pieces.num_tiles - 1)
-        is_own = piece.tile + i < pieces.num_tiles
-        is_own &= tile_slot_ref[0, tile] == piece.slot
-        begin = tile_first_ref[0, tile]
+    @pl.loop(piece.begin, piece.end)
+    def _(entry):
+        row = rows_ref[0, entry]
+        for page in range(form.pages):
+            for module, count in enumerate(piece.counts):
+                own = page * pieces.page_ranks + module * RANK_PAGE
+                column = module * max_rank + (piece.index + page) * RANK_PAGE
 
-        @pl.loop(begin, jnp.where(is_own, tile_end_ref[0, tile], begin))
-        def _(entry):
-            row = rows_ref[0, entry]
-            for page in range(form.pages):
-                for module, count in enumerate(piece.counts):
-                    own = page * pieces.page_ranks + module * RANK_PAGE
-                    column = module * max_rank + (piece.index + page) * RANK_PAGE
-
-                    @pl.when(page < count)
-                    def _(own=own, column=column):
-                        plgpu.copy_smem_to_gmem(
-                            v_shared.at[row, pl.ds(own, RANK_PAGE)],
-                            v_ref.at[piece.group, entry, pl.ds(column, RANK_PAGE)],
-                        )
+                @pl.when(page < count)
+                def _(own=own, column=column):
+                    plgpu.copy_smem_to_gmem(
+                        v_shared.at[row, pl.ds(own, RANK_PAGE)],
+                        v_ref.at[piece.group, entry, pl.ds(column, RANK_PAGE)],
+                    )

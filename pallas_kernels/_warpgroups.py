@@ -97,6 +97,14 @@ def load(ref, *, optimized: bool = True) -> Array:
     return _LIBRARY.load(ref, layout=layout, optimized=optimized)
 
 
+def wait_copied() -> None:
+    """Wait until shared memory was read by all copies to global memory.
+
+    Then it may change, or the program end: a later launch waits for what was written.
+    """
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
 def iota(shape: tuple[int, ...], axis: int) -> Array:
     """Return the places along an axis of a product."""
     return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)

@@ -197,9 +197,10 @@ class TestBits:
             np.zeros(64),
             np.arange(64) % (NUM_SLOTS + 1) - 1,
             np.where(np.arange(64) < 40, 3, 4),
+            np.where(np.arange(64) < 21, np.arange(64) % 3, 3),
             np.where(np.arange(64) == 63, 5, -1),
         ],
-        ids=["idle", "one", "in turn", "several tiles", "last"],
+        ids=["idle", "one", "in turn", "several tiles", "a prompt", "last"],
     )
     @pytest.mark.parametrize("modules", [1, 2, 3])
     def test_slots(self, slots, modules, by_triton):
@@ -391,6 +392,7 @@ def test_each_page_of_an_adapter_is_of_one_piece(
     rng = np.random.default_rng(len(slots))
     # As `fits` has it, and few sizes to compile for.
     segments = segments_of(slots + [-1] * (-len(slots) % ALIGNED_ROWS))
+    rows, of_rows = np.asarray(segments.rows[0]), np.asarray(slots)
     table = rng.permutation(NUM_SLOTS * max_pages).reshape(NUM_SLOTS, max_pages)
     counts = rng.integers(0, max_pages + 1, (2 * NUM_SLOTS, modules))
     pool = dataclasses.replace(
@@ -415,9 +417,14 @@ def test_each_page_of_an_adapter_is_of_one_piece(
     for values in itertools.islice(values_of, num_turns * num_programs):
         piece = form.unflatten(values)
         assert 0 <= piece.num_pages <= pieces.pages
+        if not piece.num_pages:
+            continue
+        own = rows[piece.begin : piece.end]
+        slot = of_rows[own[0]]
+        assert own.tolist() == np.flatnonzero(of_rows == slot).tolist()
         for page in range(piece.num_pages):
             there = tuple(page < count for count in piece.counts)
-            at = piece.slot, piece.index + page, piece.a_rows[page], piece.group
+            at = slot, piece.index + page, piece.a_rows[page], piece.group
             found[*at, there] += 1
     page_ranks, first_page = modules * RANK_PAGE, NUM_SLOTS * max_pages
     expected = collections.Counter(

@@ -39,7 +39,7 @@ from punica_jax.pallas_kernels._warpgroups import (
     WINDOW_ROWS,
     barriers,
     tiled_memory,
-    wait_copied,
+    wait_read,
 )
 
 _EVEN_ROWS = 8192  # of which each program has many windows
@@ -229,4 +229,4 @@ def _attention_kernel(
             return step
 
         for_turns(work, jnp.int32(0))
-        wait_copied()
+        wait_read()

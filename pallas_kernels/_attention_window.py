@@ -20,7 +20,7 @@ from punica_jax.pallas_kernels._warpgroups import (
     iota,
     load,
     stage_of,
-    wait_copied,
+    wait_read,
 )
 
 _LIBRARY: Any = plgpu  # its types are those of one version, or abstract
@@ -223,7 +223,7 @@ def store_rows(
     begin, end = (
         jnp.clip(row - offset, 0, GROUP_ROWS) for row in (window.begin, window.end)
     )
-    wait_copied()
+    wait_read()
 
     @pl.when(end - begin == GROUP_ROWS)
     def _():

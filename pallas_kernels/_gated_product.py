@@ -36,7 +36,7 @@ from punica_jax.pallas_kernels._warpgroups import (
     barriers,
     stage_of,
     tiled_memory,
-    wait_copied,
+    wait_read,
 )
 from punica_jax.pallas_kernels._window_adapters import (
     BLOCK_N,
@@ -239,7 +239,7 @@ def _multiply_turns(
         for half in range(2):
             gate, up = halves[half], halves[2 + half]
             h = silu_product(gate, up).astype(h_ref.dtype)
-            wait_copied()
+            wait_read()
             h_shared[...] = h
             plgpu.commit_smem()
             columns = pl.ds(column + half * HALF_N, HALF_N)
@@ -247,7 +247,7 @@ def _multiply_turns(
         return step, page_step
 
     _for_turns(num_rows, width, work)
-    wait_copied()
+    wait_read()
 
 
 def _product(group, num_blocks: int, step, shared: _Shared) -> Any:

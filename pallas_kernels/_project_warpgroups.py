@@ -31,7 +31,7 @@ from punica_jax.pallas_kernels._warpgroups import (
     load,
     stage_of,
     store,
-    wait_copied,
+    wait_read,
 )
 
 _LIBRARY: Any = plgpu
@@ -261,7 +261,7 @@ def _multiply(
             live = shared.y.at[part, pl.ds(0, y_ref.shape[0])]
             plgpu.copy_smem_to_gmem(live, y_ref.at[:, cut.part(program, part)])
 
-    wait_copied()
+    wait_read()
 
 
 def _product(num_blocks, cut: ProjectCut, shared: ProductMemory, *sums) -> list[Array]:

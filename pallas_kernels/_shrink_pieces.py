@@ -30,7 +30,7 @@ from punica_jax.pallas_kernels._warpgroups import (
     GROUP_ROWS,
     stage_of,
     store,
-    wait_copied,
+    wait_read,
 )
 
 
@@ -42,7 +42,7 @@ class _Piece(NamedTuple):
     num_pages: Array  # of the piece; 0 if it is idle
     a_rows: tuple[Array, ...]  # where A of each page lies
     group: Array  # which group of splits
-    begin: Array  # of the adapter's rows, by entry
+    begin: Array  # of the adapter's rows, by entry; any if it is idle
     end: Array
 
 
@@ -67,6 +67,7 @@ def shrink(
         multiplies their sums.
     """
     a_ref, *tables = refs
+    rows_ref = tables[3]
     program, num_programs = lax.axis_index(PROGRAM), lax.axis_size(PROGRAM)
     num_turns = pl.cdiv(pieces.total, num_programs)
     # All are looked up at once: each would wait for memory, idle ones too. The last
@@ -87,17 +88,17 @@ def shrink(
 
             @pl.when(piece.num_pages == 1 if single else piece.num_pages > 1)
             def _(form=form, own=own):
-                wait_copied()  # v of the last piece, whose place is taken
+                wait_read()  # v of the last piece, whose place is taken
                 v = _multiply(piece, x_ref, a_ref, pieces.config, form, own)
                 plgpu.commit_smem()  # No warp still reads what v takes the place of.
                 store(own.v, scaled(v))
                 plgpu.commit_smem()
-                _write(piece, own.v, v_ref, tables[3], pieces, form)
+                _write(piece, own.v, v_ref, rows_ref, pieces, form)
 
         return [*others, piece]
 
     lax.fori_loop(0, num_turns, do_piece, turns)
-    wait_copied()
+    wait_read()
 
 
 def _look_up(number: Array, a_ref, tables, pieces: ShrinkCut) -> _Piece:
@@ -125,9 +126,8 @@ def _look_up(number: Array, a_ref, tables, pieces: ShrinkCut) -> _Piece:
         a_rows.append(first_row + page_table_ref[known, at] * pieces.page_ranks)
     begin = end = tile_first_ref[0, tile]
     for after in range(pl.cdiv(rows_ref.shape[1], pieces.block_rows)):
-        own = jnp.minimum(tile + after, pieces.num_tiles - 1)
-        is_own = (tile + after < pieces.num_tiles) & (tile_slot_ref[0, own] == slot)
-        end = jnp.where(is_own, tile_end_ref[0, own], end)
+        other = jnp.minimum(tile + after, pieces.num_tiles - 1)
+        end = jnp.where(tile_slot_ref[0, other] == slot, tile_end_ref[0, other], end)
     is_used = (chunk < pieces.num_chunks) & (slot >= 0) & leads
     return _Piece(
         index=index,

@@ -97,10 +97,11 @@ def load(ref, *, optimized: bool = True) -> Array:
     return _LIBRARY.load(ref, layout=layout, optimized=optimized)
 
 
-def wait_copied() -> None:
-    """Wait until shared memory was read by all copies to global memory.
+def wait_read() -> None:
+    """Wait until this group's copies to global memory have read shared memory.
 
-    Then it may change, or the program end: a later launch waits for what was written.
+    That may then change, or the program end. What they write only a later launch may
+    read: it waits for all of this one.
     """
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 

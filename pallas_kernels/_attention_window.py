@@ -20,10 +20,10 @@ from punica_jax.pallas_kernels._warpgroups import (
     iota,
     load,
     stage_of,
+    store,
     wait_read,
 )
 
-_LIBRARY: Any = plgpu  # its types are those of one version, or abstract
 BLOCK_KV = 128
 # Finite, for the difference of two of them must not be NaN.
 _LEAST = float(jnp.finfo(jnp.float32).min)
@@ -233,11 +233,7 @@ def store_rows(
 
     @pl.when((begin < end) & (end - begin < GROUP_ROWS))
     def _():
-        # Eight rows at a time meet in a bank, which JAX 0.12 wants to be told is known.
-        if hasattr(_LIBRARY, "store"):
-            _LIBRARY.store(rows_shared, value, optimized=False)
-        else:
-            rows_shared[...] = value
+        store(rows_shared, value)
         plgpu.commit_smem()
 
         @pl.loop(begin, end)

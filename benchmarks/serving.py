@@ -11,15 +11,17 @@ clients of an event loop ask for one request after the other and take their piec
   the backbone alone (programs without LoRA) and against one adapter at a time, the
   largest group first. `--whole` answers the trace from its first request to its last.
 - `batch`: 32 requests of 512 and 128 new tokens at once, start to end; three times,
-  the middle one counts, Python's collector kept from what was there before.
+  the middle one counts.
 - `cold`: from asking for an adapter until a step can use it, from disk (its pages
   cached by the system) and from the host's tier, alone and beside requests that decode.
 - `churn`: 1000 adapters on disk, few slots, against the same requests where nothing
   needs to be loaded.
 
-Tokens are counted as steps give them. The floor of a step is its bytes, each read once
-at the copy rate measured on an H200. The device is known to be busy where it had not
-ended a step when the host came to wait for it: `busy` is at least so much.
+Python's collector is kept from what is there once the programs are compiled, as
+docs/engine.md has a server do. Tokens are counted as steps give them. The floor of a
+step is its bytes, each read once at the copy rate measured on an H200. The device is
+known to be busy where it had not ended a step when the host came to wait for it: `busy`
+is at least so much.
 """
 
 import argparse
@@ -108,24 +110,6 @@ def warm_up(bench: BenchModel, sizes: Sizes) -> None:
         bench.runner.step(Batch.of([], bucket, sizes.pages_per_seq))
 
 
-def run_trace(cases: Cases, args: argparse.Namespace, add: Callable[..., None]) -> None:
-    """Replay the paper's workload: backbone first, then each popularity."""
-    bench = cases.bench
-    # A program without adapters' products is another one: compiled here.
-    adapters: Any = bench.runner.adapters
-    pools, adapters.pools = adapters.pools, None
-    warm_up(bench, cases.sizes)
-    wholes = (False, True) if args.whole else (False,)
-    for whole in wholes:
-        add("trace", method="backbone", **cases.trace(None, whole=whole))
-    adapters.pools = pools
-    warm_up(bench, cases.sizes)
-    for popularity in args.popularity:
-        for whole in wholes:
-            add("trace", method="mixed", **cases.trace(popularity, whole=whole))
-        add("trace", method="group_swap", **cases.group_swap(popularity))
-
-
 @contextlib.contextmanager
 def _frozen() -> Iterator[None]:
     """Keep Python's collector from what is there: see docs/engine.md."""
@@ -135,6 +119,30 @@ def _frozen() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
+
+
+def run_trace(cases: Cases, args: argparse.Namespace, add: Callable[..., None]) -> None:
+    """Replay the paper's workload: backbone first, then each popularity."""
+    bench = cases.bench
+    # A program without adapters' products is another one: compiled here.
+    adapters: Any = bench.runner.adapters
+    pools, adapters.pools = adapters.pools, None
+    warm_up(bench, cases.sizes)
+    wholes = (False, True) if args.whole else (False,)
+
+    def add_case(method: str, fields: dict[str, Any]) -> None:
+        add("trace", method=method, collector="frozen", **fields)
+
+    with _frozen():
+        for whole in wholes:
+            add_case("backbone", cases.trace(None, whole=whole))
+    adapters.pools = pools
+    warm_up(bench, cases.sizes)
+    with _frozen():
+        for popularity in args.popularity:
+            for whole in wholes:
+                add_case("mixed", cases.trace(popularity, whole=whole))
+            add_case("group_swap", cases.group_swap(popularity))
 
 
 def run(args: argparse.Namespace, add: Callable[..., None]) -> None:

@@ -100,8 +100,27 @@ class SpentForwards:
             self._arrays[bucket] = result.logits, result.blocks
 
 
+def no_tokens(bucket: Bucket) -> np.ndarray:
+    """Return `i32[seqs]`, what a forward has as its most likely tokens until its end.
+
+    The host reads these when the next step is launched already, so they are in other
+    memory each time; and of what all layers read nothing may be kept there, as
+    `SpentForwards` says. It is not, of an argument that is read at the end.
+    """
+    return np.full(bucket.seqs, NO_TOKEN, np.int32)
+
+
 def flat_forward(
-    structure, implementation, weights, cache, newest, spent, pools, packed, layout
+    structure,
+    implementation,
+    weights,
+    cache,
+    newest,
+    spent,
+    likely,
+    pools,
+    packed,
+    layout,
 ):
     """Return each seat's newest token, a `Forward`, and the cache.
 
@@ -113,7 +132,8 @@ def flat_forward(
       implementation: which one runs.
       weights, cache, pools: the model's, flat; keys and values; the adapters.
       newest: `i32[seats]`.
-      spent: of `SpentForwards`; like the cache and `newest` to be donated.
+      spent: of `SpentForwards`.
+      likely: `no_tokens`; like `cache`, `newest` and `spent` to be donated.
       packed, layout: of the batch and its `Feed`, by `pack`.
     """
     del spent  # its memory is the result's
@@ -122,7 +142,7 @@ def flat_forward(
     batch = dataclasses.replace(batch, tokens=fed_tokens(newest, batch, feed))
     result = run_step(model, cache, pools, batch, implementation=implementation)
     top = jnp.take_along_axis(result.logits, result.likely[:, None], axis=1)[:, 0]
-    likely = jnp.where(jnp.isfinite(top), result.likely, NO_TOKEN)
+    likely = jnp.where(jnp.isfinite(top), result.likely, likely)
     newest = keep_tokens(newest, feed.seats, likely)
     rows = result.attended.join()
     rows = jnp.pad(rows, ((0, -len(rows) % BLOCK_ROWS), (0, 0)))

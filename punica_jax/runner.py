@@ -19,7 +19,7 @@ from flax import nnx
 
 from punica_jax.batch import BLOCK_ROWS, Batch, Bucket, Feed, Wanted
 from punica_jax.device_pools import DevicePools
-from punica_jax.forward import Forward, SpentForwards, flat_forward
+from punica_jax.forward import Forward, SpentForwards, flat_forward, no_tokens
 from punica_jax.logprobs import Logprobs, token_logprobs
 from punica_jax.models import Attended, KvCache, Llama, LoraPools
 from punica_jax.packing import pack, unpack
@@ -130,8 +130,8 @@ class Runner:
         make_step = functools.partial(
             jax.jit,
             functools.partial(flat_forward, *fixed),
-            donate_argnums=(1, 2, 3),
-            static_argnums=6,
+            donate_argnums=(1, 2, 3, 4),
+            static_argnums=7,
             keep_unused=True,  # what is spent is written to, and not read
         )
         # By whether launches run beside each other, and whether the rows are many.
@@ -252,8 +252,8 @@ class Runner:
 
     def _arguments(self, batch: Batch, feed: Feed | None) -> tuple[Any, ...]:
         feed = Feed.of([], batch.bucket) if feed is None else feed
-        spent, pools = self._spent.of(batch.bucket), self.adapters.pools
-        arrays = self._weights, self._cache, self._newest, spent, pools
+        written = self._newest, self._spent.of(batch.bucket), no_tokens(batch.bucket)
+        arrays = self._weights, self._cache, *written, self.adapters.pools
         return (*arrays, *pack((batch, feed)))
 
     def write_seat(self, seat: int, row: SeatRow) -> None:

@@ -58,7 +58,7 @@ _BATCH_COLUMNS = ("all_first_ms", "vllm_tokens_per_s", "vllm_all_first_ms")
 _COLUMNS = {
     "trace": (
         *("popularity", "method", "whole", "tokens_per_s", "adapters_per_step"),
-        *("decode_ms", "floor_ms", "roofline", "busy", "host_ms"),
+        *("decode_ms", "floor_ms", "roofline", "busy", "host_ms", "longest_step_ms"),
     ),
     "batch": ("popularity", "rows", "tokens_per_s", *_BATCH_COLUMNS),
     "cold": ("tier", "beside", "ms", "median_ms", "slowest_ms", "slowest_over_median"),
@@ -130,19 +130,16 @@ def run_trace(cases: Cases, args: argparse.Namespace, add: Callable[..., None]) 
     warm_up(bench, cases.sizes)
     wholes = (False, True) if args.whole else (False,)
 
-    def add_case(method: str, fields: dict[str, Any]) -> None:
-        add("trace", method=method, collector="frozen", **fields)
-
     with _frozen():
         for whole in wholes:
-            add_case("backbone", cases.trace(None, whole=whole))
+            add("trace", method="backbone", **cases.trace(None, whole=whole))
     adapters.pools = pools
     warm_up(bench, cases.sizes)
     with _frozen():
         for popularity in args.popularity:
             for whole in wholes:
-                add_case("mixed", cases.trace(popularity, whole=whole))
-            add_case("group_swap", cases.group_swap(popularity))
+                add("trace", method="mixed", **cases.trace(popularity, whole=whole))
+            add("trace", method="group_swap", **cases.group_swap(popularity))
 
 
 def run(args: argparse.Namespace, add: Callable[..., None]) -> None:
@@ -162,7 +159,7 @@ def run(args: argparse.Namespace, add: Callable[..., None]) -> None:
         with _frozen():
             for popularity in _BATCH:
                 fields = cases.batch(popularity, *args.batch, shape=args.shape)
-                add("batch", collector="frozen", **fields)
+                add("batch", **fields)
     if not {"cold", "churn"} & set(args.parts):
         return
     with _frozen(), tempfile.TemporaryDirectory(prefix="punica-jax-") as name:
@@ -173,7 +170,7 @@ def run(args: argparse.Namespace, add: Callable[..., None]) -> None:
             add("copy", **cases.copy(folder))
             for beside in (0, args.seats - 1):
                 for record in cases.cold(folder, args.loads, beside):
-                    add("cold", collector="frozen", **record)
+                    add("cold", **record)
         if "churn" in args.parts:
             for law in LAWS:
                 for where in (None, folder):
@@ -231,7 +228,7 @@ def main(words: Sequence[str] | None = None) -> None:
 
     def add(part: str, **fields: Any) -> None:
         where = {"shape": args.shape, "seats": args.seats, "max_len": args.max_len}
-        where["max_step_rows"] = _step_rows(args)
+        where |= {"max_step_rows": _step_rows(args), "collector": "frozen"}
         log.add({"benchmark": f"serving_{part}", **where, **fields})
 
     run(args, add)

@@ -133,7 +133,7 @@ def summary(bench: BenchModel, steps: Sequence[Step]) -> dict[str, Any]:
         "decode_ms": statistics.median(s for _, s in decode) * 1e3 if decode else None,
         "floor_ms": statistics.mean(floors) * 1e3 if decode else None,
         "roofline": sum(floors) / decode_s if decode else None,
-        "slowest_ms": max(spent for _, spent in times) * 1e3,
+        "longest_step_ms": max(spent for _, spent in times) * 1e3,
         "busy": 1 - idle_s / total_s,
         "waiting": waited_s / total_s,
         "host_ms": (total_s - waited_s) / len(times) * 1e3,

@@ -139,7 +139,7 @@ def test_summary_of_steps():
     assert found["tokens_per_s"] == pytest.approx(5 / 0.5)
     assert found["decode_ms"] == pytest.approx(150)
     assert found["roofline"] == pytest.approx((2.002 + 1.001) / 4300 / 0.3)
-    assert found["slowest_ms"] == pytest.approx(200)
+    assert found["longest_step_ms"] == pytest.approx(200)
     assert found["busy"] == pytest.approx(1 - 0.2 / 0.5)
     assert found["waiting"] == pytest.approx(0.15 / 0.5)
     assert found["host_ms"] == pytest.approx(350 / 3)

@@ -25,11 +25,10 @@ is at least so much.
 """
 
 import argparse
-import contextlib
 import dataclasses
 import gc
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -104,21 +103,15 @@ def make_bench(args: argparse.Namespace) -> tuple[BenchModel, Sizes]:
 
 
 def warm_up(bench: BenchModel, sizes: Sizes) -> None:
-    """Compile the steps; nobody draws here, so what draws tokens is left out."""
+    """Compile the steps; nobody draws here, so what draws tokens is left out.
+
+    Python's collector is kept from what is there then.
+    """
     buckets = list(Buckets(sizes.max_seats, sizes.max_rows))
     for bucket, _ in bench.runner.compile(buckets, sizes.pages_per_seq):
         bench.runner.step(Batch.of([], bucket, sizes.pages_per_seq))
-
-
-@contextlib.contextmanager
-def _frozen() -> Iterator[None]:
-    """Keep Python's collector from what is there: see docs/engine.md."""
     gc.collect()
     gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def run_trace(cases: Cases, args: argparse.Namespace, add: Callable[..., None]) -> None:
@@ -129,17 +122,14 @@ def run_trace(cases: Cases, args: argparse.Namespace, add: Callable[..., None]) 
     pools, adapters.pools = adapters.pools, None
     warm_up(bench, cases.sizes)
     wholes = (False, True) if args.whole else (False,)
-
-    with _frozen():
-        for whole in wholes:
-            add("trace", method="backbone", **cases.trace(None, whole=whole))
+    for whole in wholes:
+        add("trace", method="backbone", **cases.trace(None, whole=whole))
     adapters.pools = pools
     warm_up(bench, cases.sizes)
-    with _frozen():
-        for popularity in args.popularity:
-            for whole in wholes:
-                add("trace", method="mixed", **cases.trace(popularity, whole=whole))
-            add("trace", method="group_swap", **cases.group_swap(popularity))
+    for popularity in args.popularity:
+        for whole in wholes:
+            add("trace", method="mixed", **cases.trace(popularity, whole=whole))
+        add("trace", method="group_swap", **cases.group_swap(popularity))
 
 
 def run(args: argparse.Namespace, add: Callable[..., None]) -> None:
@@ -156,13 +146,12 @@ def run(args: argparse.Namespace, add: Callable[..., None]) -> None:
     else:
         warm_up(bench, sizes)
     if "batch" in args.parts:
-        with _frozen():
-            for popularity in _BATCH:
-                fields = cases.batch(popularity, *args.batch, shape=args.shape)
-                add("batch", **fields)
+        for popularity in _BATCH:
+            fields = cases.batch(popularity, *args.batch, shape=args.shape)
+            add("batch", **fields)
     if not {"cold", "churn"} & set(args.parts):
         return
-    with _frozen(), tempfile.TemporaryDirectory(prefix="punica-jax-") as name:
+    with tempfile.TemporaryDirectory(prefix="punica-jax-") as name:
         folder = Path(name)
         count = max(args.adapters, args.loads + args.seats)
         write_adapters(folder, bench.config, bench.dtype, count)
@@ -231,7 +220,10 @@ def main(words: Sequence[str] | None = None) -> None:
         where |= {"max_step_rows": _step_rows(args), "collector": "frozen"}
         log.add({"benchmark": f"serving_{part}", **where, **fields})
 
-    run(args, add)
+    try:
+        run(args, add)
+    finally:
+        gc.unfreeze()
     for goal in goals(log.records):
         log.add({"shape": args.shape, **goal})
     show(log.records)

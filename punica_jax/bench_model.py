@@ -180,9 +180,12 @@ class BenchModel:
             num_rank_pages=num_pages or sum(map(num_rank_pages, ranks)),
             max_rank=max(max_rank, *ranks),
         )
-        self.runner._cache = random_like(self.runner._cache, 1.0, seed=2)
+        # Bound to the device as a runner's own are: what a step returns is, and the
+        # program for arrays that are not would be another one.
+        bind = functools.partial(jax.device_put, device=leaves[0].sharding)
+        self.runner._cache = bind(random_like(self.runner._cache, 1.0, seed=2))
         pools = random_like(self.runner.adapters.pools, _ADAPTER_SCALE, seed=1)
-        self.pools = self.runner.adapters.pools = set_ranks(pools, ranks)
+        self.pools = self.runner.adapters.pools = bind(set_ranks(pools, ranks))
 
     def batch(
         self, slots: Slots, context: int, *, query_len: int = 1, first_seq: int = 0

@@ -12,6 +12,7 @@ from benchmarks import decode, decode_goals, peers
 from benchmarks.decode import Case
 from benchmarks.decode_rivals import LAUNCHES
 from punica_jax import bench_model
+from punica_jax.batch import Batch, Buckets
 from punica_jax.bench_model import make_config, num_rank_pages, set_ranks
 from tests.benchmark_cases import TINY, make_tiny_bench
 
@@ -296,3 +297,16 @@ def test_command(monkeypatch, tmp_path, capsys):
         assert ("logits_off" in record) == is_checked
         assert record.get("logits_off", 0.0) < 0.05
     assert "tiny decode step, 1 layers" in capsys.readouterr().out
+
+
+def test_a_step_is_compiled_once(compiles):
+    """Also the one whose arrays are the first that the model was made with."""
+    bench = make_tiny_bench(2)
+    buckets = list(Buckets(2, 64))
+    assert len(buckets) > 2
+    with compiles:
+        for _ in bench.runner.compile(buckets, 1):
+            pass
+        for bucket in buckets * 2:
+            bench.runner.step(Batch.of([], bucket, 1))
+    assert compiles.count == len(buckets)

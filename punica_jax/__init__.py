@@ -1,6 +1,8 @@
 """punica-jax: many LoRA adapters over one base model, mixed in one batch, in JAX."""
 
 from punica_jax.chat import ChatTemplate
+from punica_jax.cluster import Cluster
+from punica_jax.consolidation import Consolidate, Load, Move, Need, Placement, Spread
 from punica_jax.engine import Engine
 from punica_jax.engine_config import EngineConfig
 from punica_jax.engine_request import EngineClosedError, QueueFullError
@@ -42,7 +44,13 @@ from punica_jax.request import (
     TokenLogprobs,
 )
 from punica_jax.request_state import RequestState
-from punica_jax.stats import AdapterStats, EngineStats, Histogram
+from punica_jax.stats import (
+    AdapterStats,
+    ClusterStats,
+    EngineStats,
+    Histogram,
+    RequestProgress,
+)
 from punica_jax.stream import Piece, Stream
 from punica_jax.tokenizer import Tokenizer, TokenizerError
 
@@ -56,8 +64,11 @@ __all__ = [
     "ChatError",
     "ChatTemplate",
     "CheckpointError",
+    "Cluster",
+    "ClusterStats",
     "Completion",
     "ConfigError",
+    "Consolidate",
     "DeadlineError",
     "Engine",
     "EngineClosedError",
@@ -71,15 +82,21 @@ __all__ = [
     "LatencyTargets",
     "Llama",
     "LlamaConfig",
+    "Load",
     "LoadedAdapter",
     "LoraLinear",
     "LoraPools",
     "ModelFileError",
+    "Move",
+    "Need",
     "Piece",
+    "Placement",
     "QueueFullError",
     "RequestError",
+    "RequestProgress",
     "RequestState",
     "SamplingParams",
+    "Spread",
     "Stream",
     "Terms",
     "TokenLogprobs",

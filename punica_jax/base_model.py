@@ -9,7 +9,7 @@ from typing import Any, Unpack
 
 from punica_jax.adapters import AdapterTable
 from punica_jax.chat import ChatOptions, ChatTemplate
-from punica_jax.engine_config import EngineConfig
+from punica_jax.engine_config import EngineConfig, checked_config
 from punica_jax.generation_config import GenerationConfig
 from punica_jax.hub import fetch_weights, local_dir
 from punica_jax.memory import DeviceMemory, MemoryPlan, default_device, default_dtype
@@ -56,8 +56,7 @@ class BaseModel:
           ValueError: a name, a size or a file breaks a rule, or all of it does not fit
             the device.
         """
-        if not isinstance(config, EngineConfig):
-            raise ValueError(f"config must be an EngineConfig, got {config!r}")
+        config = checked_config(config)
         self._model = model
         device = default_device()
         self._implementation = _resolve_on(device, config.implementation)

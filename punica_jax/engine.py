@@ -31,7 +31,7 @@ from punica_jax.request import SamplingParams, Terms
 from punica_jax.request_state import RequestState, check_state
 from punica_jax.residence import MAX_STAGED, AdapterResidence
 from punica_jax.sequence import DEFAULT_TERMS
-from punica_jax.stats import EngineStats
+from punica_jax.stats import EngineStats, RequestProgress
 from punica_jax.stream import Piece
 from punica_jax.summary import summary
 from punica_jax.tasks import Tasks
@@ -191,7 +191,9 @@ class Engine:
           EngineClosedError: the engine has ended.
         """
         sampling = self.default_sampling if sampling is None else sampling
-        request = await self._request(prompt, adapter, sampling, terms, request_id)
+        request = await EngineRequest.of(
+            self._prompts, prompt, adapter, sampling, terms, request_id
+        )
         async with contextlib.aclosing(self._thread.answers(request)) as pieces:
             async for piece in pieces:
                 yield piece
@@ -211,7 +213,7 @@ class Engine:
         """
         check_state(state)
         fields = state.prompt_token_ids, state.adapter, state.sampling, state.terms
-        request = await self._request(*fields, request_id)
+        request = await EngineRequest.of(self._prompts, *fields, request_id)
         request.replay(state.samples, self._base.config.vocab_size)
         async with contextlib.aclosing(self._thread.answers(request)) as pieces:
             async for piece in pieces:
@@ -330,28 +332,22 @@ class Engine:
         """Return what there is and what was served, at this moment."""
         return self._thread.stats(self._base.sizes.num_slots)
 
+    async def progress(self) -> dict[str, RequestProgress]:
+        """Tell how far each request is, by its id: those that have seats first, then
+        the others in the order in which they are to get one.
+
+        One whose tokens have all come, but for steps in flight, is left out.
+        """
+        return await self._thread.ask(self._thread.requests.progress)
+
+    @property
+    def num_open_kv_pages(self) -> int:
+        """KV pages that whoever sits down next may have."""
+        return self._loop.scheduler.num_open_pages
+
     def close(self) -> None:
         """End: requests under way fail with `EngineClosedError`; waits for the thread.
 
         A second time does nothing.
         """
         self._thread.close()
-
-    async def _request(
-        self,
-        prompt: Any,
-        adapter: Any,
-        sampling: SamplingParams,
-        terms: Terms,
-        name: str | None,
-    ) -> EngineRequest:
-        fresh: list[Piece | Exception] = []
-        sequences = await self._prompts.sequences_of_one(
-            prompt,
-            adapter,
-            sampling,
-            lambda index, text: fresh.append(Piece(index, text)),
-            default=self.default_sampling,
-            terms=terms,
-        )
-        return EngineRequest(name, sequences, sequences[0].sampling, terms, fresh)

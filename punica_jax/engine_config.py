@@ -78,3 +78,11 @@ class EngineConfig:
                 "policy must be a function that makes a queue, such as "
                 f"FirstComeFirstServed, got {self.policy!r}"
             )
+
+
+def checked_config(config: Any) -> EngineConfig:
+    """Return a config, all defaults for None; raise ValueError if it is none."""
+    config = EngineConfig() if config is None else config
+    if not isinstance(config, EngineConfig):
+        raise ValueError(f"config must be an EngineConfig, got {config!r}")
+    return config

@@ -8,7 +8,9 @@ import copy
 import dataclasses
 import uuid
 from collections.abc import Sequence
+from typing import Any
 
+from punica_jax.prompts import Prompts
 from punica_jax.random_bits import random_bits
 from punica_jax.request import RequestError, SamplingParams, Terms
 from punica_jax.request_state import RequestState, SampleState
@@ -43,11 +45,7 @@ class EngineRequest:
         terms: Terms,
         fresh: list[Piece | Exception],
     ):
-        if name is None:
-            name = f"request {uuid.UUID(int=random_bits(128), version=4)}"
-        if not isinstance(name, str):
-            raise ValueError(f"request_id must be a text, got {name!r}")
-        self.name = name
+        self.name = request_name(name)
         self.sequences = sequences
         self._places = {sequence: index for index, sequence in enumerate(sequences)}
         self.sampling = sampling
@@ -55,6 +53,36 @@ class EngineRequest:
         self.fresh = fresh
         self.loop = asyncio.get_running_loop()
         self.news: asyncio.Queue[list[Piece | Exception]] = asyncio.Queue()
+
+    @classmethod
+    async def of(
+        cls,
+        prompts: Prompts,
+        prompt: Any,
+        adapter: Any,
+        sampling: SamplingParams,
+        terms: Terms,
+        name: str | None,
+    ) -> "EngineRequest":
+        """Return what is asked for, checked.
+
+        Args:
+          prompts: makes its sequences.
+          prompt: see `Engine.generate`, and for the rest.
+
+        Raises:
+          ValueError: something breaks its rule.
+        """
+        fresh: list[Piece | Exception] = []
+        sequences = await prompts.sequences_of_one(
+            prompt,
+            adapter,
+            sampling,
+            lambda index, text: fresh.append(Piece(index, text)),
+            default=sampling,
+            terms=terms,
+        )
+        return cls(name, sequences, sequences[0].sampling, terms, fresh)
 
     def replay(self, samples: Sequence[SampleState], vocab_size: int) -> None:
         """Go on from where its completions stood elsewhere.
@@ -104,6 +132,19 @@ class EngineRequest:
                 dataclasses.replace(one, adapter_digest=digest) for one in samples
             ),
         )
+
+
+def request_name(name: str | None) -> str:
+    """Return a request's id; one that nobody has where none is given.
+
+    Raises:
+      ValueError: it is no text.
+    """
+    if name is None:
+        return f"request {uuid.UUID(int=random_bits(128), version=4)}"
+    if not isinstance(name, str):
+        raise ValueError(f"request_id must be a text, got {name!r}")
+    return name
 
 
 def own_copy(error: Exception) -> Exception:

@@ -13,7 +13,7 @@ from punica_jax.request import FinishReason
 from punica_jax.request_state import RequestState
 from punica_jax.residence import AdapterResidence
 from punica_jax.sequence import SequenceState
-from punica_jax.stats import AdapterStats
+from punica_jax.stats import AdapterStats, RequestProgress
 from punica_jax.versions import Version
 
 
@@ -118,6 +118,28 @@ class RequestTable:
         state = request.state
         self.end(request, "exported")
         return state
+
+    def progress(self) -> dict[str, RequestProgress]:
+        """Tell how far requests are: those with seats, then in the order of the rest.
+
+        Those whose tokens have all come, but for steps in flight, are left out.
+        """
+        scheduler, pages = self._loop.scheduler, self._loop.pages
+        going: dict[EngineRequest, list[SequenceState]] = {}
+        for sequence in (*scheduler.running, *scheduler.waiting):
+            request = self._owners.get(sequence)
+            if request is not None and request.can_go_on and not sequence.is_over:
+                going.setdefault(request, []).append(sequence)
+        return {
+            request.name: RequestProgress(
+                num_sequences=len(sequences),
+                num_seated=sum(one.seat >= 0 for one in sequences),
+                num_kv_pages=sum(
+                    pages.num_needed(len(one.tokens) + 1) for one in sequences
+                ),
+            )
+            for request, sequences in going.items()
+        }
 
     def unload(self, name: str, cancel: bool) -> Version:
         """Forget an adapter's name, as soon as its requests have ended.

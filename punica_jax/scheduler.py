@@ -83,6 +83,16 @@ class Scheduler:
         return len(self._free_seats)
 
     @property
+    def waiting(self) -> list[SequenceState]:
+        """Those without a seat, in the order in which they are to get one."""
+        return list(self._policy)
+
+    @property
+    def num_open_pages(self) -> int:
+        """KV pages that whoever sits down next may have."""
+        return self._pages.num_free - (self._num_spare if self.running else 0)
+
+    @property
     def busy(self) -> bool:
         """Whether a sequence waits or has a seat."""
         return bool(self.running or len(self._policy))

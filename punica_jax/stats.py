@@ -7,6 +7,8 @@ import bisect
 import dataclasses
 from collections.abc import Mapping
 
+from punica_jax.consolidation import Load
+
 # Upper bounds in seconds, from a millisecond to a minute; what is above is counted too.
 BOUNDS_S = (
     *(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5),
@@ -107,6 +109,21 @@ class AdapterStats:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RequestProgress:
+    """A request under way, at one moment.
+
+    Attributes:
+      num_sequences: of its `n` completions, those that have not ended.
+      num_seated: of these, those that have a seat.
+      num_kv_pages: that they would need to sit down anew, with nothing shared.
+    """
+
+    num_sequences: int
+    num_seated: int
+    num_kv_pages: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
     """An engine at one moment.
 
@@ -149,3 +166,19 @@ class EngineStats:
     tiers: Mapping[str, str]
     base: AdapterStats
     adapters: Mapping[str, AdapterStats]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterStats:
+    """A cluster at one moment.
+
+    Attributes:
+      engines: each one's.
+      loads: what each has been given; of one that is drained, or has ended, `is_open`
+        is False.
+      num_moves: requests that went on at another engine so far.
+    """
+
+    engines: tuple[EngineStats, ...]
+    loads: tuple[Load, ...]
+    num_moves: int

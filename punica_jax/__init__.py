@@ -2,7 +2,7 @@
 
 from punica_jax.chat import ChatTemplate
 from punica_jax.cluster import Cluster
-from punica_jax.consolidation import Consolidate, Load, Move, Need, Placement, Spread
+from punica_jax.consolidation import Consolidate, Load, Move, Need, Spread
 from punica_jax.engine import Engine
 from punica_jax.engine_config import EngineConfig
 from punica_jax.engine_request import EngineClosedError, QueueFullError
@@ -90,7 +90,6 @@ __all__ = [
     "Move",
     "Need",
     "Piece",
-    "Placement",
     "QueueFullError",
     "RequestError",
     "RequestProgress",

@@ -109,7 +109,7 @@ class Cluster:
         terms: Terms = DEFAULT_TERMS,
         request_id: str | None = None,
     ) -> AsyncGenerator[Piece, None]:
-        """Answer a prompt, piece by piece as it comes; see `Engine.generate`."""
+        """Answer a prompt, piece by piece as it comes; see `Engine`."""
         sampling = self.default_sampling if sampling is None else sampling
         if isinstance(prompt, str) and prompt:
             prompt = await self._encoded(prompt)
@@ -128,7 +128,7 @@ class Cluster:
     async def resume(
         self, state: RequestState, *, request_id: str | None = None
     ) -> AsyncGenerator[Piece, None]:
-        """Go on with a request that was exported; see `Engine.resume`."""
+        """Go on with a request that was exported; see `Engine`."""
         check_state(state)
         need = self._need_of(state)
         start = resumed(state)
@@ -137,13 +137,17 @@ class Cluster:
                 yield piece
 
     def cancel(self, request_id: str) -> None:
-        """End a request; see `Engine.cancel`."""
+        """End a request; see `Engine`."""
         if ticket := self._members.find(request_id):
             ticket.is_cancelled = True
             self.engines[ticket.place].cancel(ticket.here)
 
     async def export(self, request_id: str) -> RequestState:
-        """Take a request out, whole; see `Engine.export`."""
+        """Take a request out, whole; see `Engine`.
+
+        Raises:
+          ValueError: no request under way has that id.
+        """
         end_s = time.monotonic() + _ON_ITS_WAY_S
         while ticket := self._members.find(request_id):
             if (state := await self._members.taken(ticket)) is not None:
@@ -160,7 +164,7 @@ class Cluster:
     def register_adapter(
         self, name: str, source: AdapterSource, **options: Any
     ) -> None:
-        """Make an adapter known to all engines; see `Engine.register_adapter`."""
+        """Make an adapter known to all engines; see `Engine`."""
         self._members.note_other_weights(name)
         for engine in self._alive():
             engine.register_adapter(name, source, **options)
@@ -169,10 +173,10 @@ class Cluster:
     async def load_adapter(
         self, name: str, source: AdapterSource, **options: Any
     ) -> None:
-        """Register an adapter when it is on one device and found to be good there.
+        """Register an adapter when it is on one device and good; see `Engine`.
 
         Until then, and if anything is wrong with it, requests get what they got before.
-        The other engines read it when a request wants it. See `Engine.load_adapter`.
+        The other engines read it when a request wants it.
         """
         first, *others = self._alive()
         await self._settle(name)
@@ -184,7 +188,11 @@ class Cluster:
             self._members.note_other_weights(name)
 
     async def unload_adapter(self, name: str, *, cancel: bool = False) -> None:
-        """Forget an adapter on all engines; see `Engine.unload_adapter`."""
+        """Forget an adapter on all engines; see `Engine`.
+
+        Raises:
+          UnknownAdapterError: no adapter has that name.
+        """
         await self._settle(name)
         every = (one.unload_adapter(name, cancel=cancel) for one in self._alive())
         for result in await asyncio.gather(*every, return_exceptions=True):
@@ -192,7 +200,7 @@ class Cluster:
                 raise result
 
     async def pin_adapter(self, name: str, is_pinned: bool = True) -> None:
-        """Keep an adapter on all devices, or let it go; see `Engine.pin_adapter`."""
+        """Keep an adapter on all devices, or let it go; see `Engine`."""
         for engine in self._alive():
             await engine.pin_adapter(name, is_pinned)
 
@@ -232,7 +240,7 @@ class Cluster:
         )
 
     def close(self) -> None:
-        """End: requests under way fail with `EngineClosedError`; see `Engine.close`."""
+        """End all engines: requests under way fail with `EngineClosedError`."""
         self._mover.close()
         for engine in self.engines:
             engine.close()

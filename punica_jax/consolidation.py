@@ -7,7 +7,7 @@ names; nothing of what they are, or of how they move.
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from punica_jax.request import number_of
 
@@ -80,7 +80,8 @@ class Load:
         )
 
 
-class Move(NamedTuple):
+@dataclasses.dataclass(frozen=True, slots=True)
+class Move:
     """A request that is to go on at another engine: its name, and their places."""
 
     name: str
@@ -104,40 +105,55 @@ class Placement(Protocol):
     def every_s(self) -> float | None: ...
 
     def place(self, loads: Sequence[Load], need: Need) -> int | None:
-        """Return the place of an open engine with room for a request, if any has."""
+        """Return the place of an open engine with room for a request, if any has.
+
+        Args:
+          loads: of the engines, by their places.
+          need: the request's.
+        """
         ...
 
     def gathered(self, loads: Sequence[Load], requests: Requests) -> list[Move]:
-        """Return which requests should move though they have what they need."""
+        """Return which requests should move though they have what they need.
+
+        Args:
+          loads: of the engines, by their places.
+          requests: of each engine, by their names, those that may move: first those
+            that have seats, then the others in the order in which they get them.
+        """
         ...
 
 
+@dataclasses.dataclass(eq=False)
 class Consolidate:
     """As few engines as can be: a request goes to the busiest one that has room.
 
     And now and then the one with least to do hands all that it has to busier ones, if
     they have room. So engines run at full batches, or are idle (and may be given back:
     `Cluster.drain`).
+
+    Attributes:
+      every_s: how often an engine may be emptied, seconds, above 0. What moves is
+        computed again where it goes.
+
+    Raises:
+      ValueError: it is no such number.
     """
 
-    def __init__(self, every_s: float = 10.0):
-        """Make it.
+    every_s: float = 10.0
 
-        Args:
-          every_s: how often an engine may be emptied, seconds, above 0. What moves is
-            computed again where it goes.
-
-        Raises:
-          ValueError: it is no such number.
-        """
-        self.every_s = number_of("every_s", every_s, 0, math.inf, above=True)
+    def __post_init__(self) -> None:
+        self.every_s = number_of("every_s", self.every_s, 0, math.inf, above=True)
 
     def place(self, loads: Sequence[Load], need: Need) -> int | None:
         """Return the busiest one with room, of equals the first; see `Placement`."""
         return _best(loads, need, lambda load: -load.num_sequences)
 
     def gathered(self, loads: Sequence[Load], requests: Requests) -> list[Move]:
-        """Return what empties the engine with least to do; nothing if not all of it."""
+        """Return what empties the engine with least to do; see `Placement`.
+
+        Nothing, if not all of it can move.
+        """
         busy = [place for place, load in enumerate(loads) if load.num_sequences]
         busy = [place for place in busy if loads[place].is_open]
         if len(busy) < 2:
@@ -161,13 +177,16 @@ class Consolidate:
         return moves
 
 
+@dataclasses.dataclass(eq=False)
 class Spread:
     """As little to do for each as can be: a request goes to the idlest engine.
 
     For a fixed number of devices, where nothing is gained by leaving one idle.
     """
 
-    every_s = None
+    @property
+    def every_s(self) -> None:
+        """Never; see `Placement`."""
 
     def place(self, loads: Sequence[Load], need: Need) -> int | None:
         """Return the idlest one with room, of equals the first; see `Placement`."""

@@ -333,10 +333,10 @@ class Engine:
         return self._thread.stats(self._base.sizes.num_slots)
 
     async def progress(self) -> dict[str, RequestProgress]:
-        """Tell how far each request is, by its id: those that have seats first, then
-        the others in the order in which they are to get one.
+        """Tell how far each request is, by its id.
 
-        One whose tokens have all come, but for steps in flight, is left out.
+        Those that have seats first, then the others in the order in which they are to
+        get one. Without those whose tokens have all come, but for steps in flight.
         """
         return await self._thread.ask(self._thread.requests.progress)
 

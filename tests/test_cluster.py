@@ -45,9 +45,8 @@ def _looks_often():
 class Restless(pj.Consolidate):
     """Moves what it is told to, or all that it can, whenever it is asked."""
 
-    every_s = 0.0
-
     def __init__(self):
+        self.every_s = 0.0
         self.wanted: dict[str, int] | None = {}
 
     def gathered(self, loads, requests):

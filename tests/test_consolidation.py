@@ -127,7 +127,7 @@ def test_what_would_not_empty_it_stays(loads, requests):
 def test_nothing_is_gathered_where_requests_are_spread():
     loads = [load(2), load(1)]
     assert pj.Spread().gathered(loads, [{"a": SEATED}, {"b": SEATED}]) == []
-    assert pj.Spread.every_s is None and pj.Consolidate(0.5).every_s == 0.5
+    assert pj.Spread().every_s is None and pj.Consolidate(0.5).every_s == 0.5
 
 
 def relieved(loads, requests, placement=None):
@@ -206,8 +206,9 @@ def test_moves_keep_the_rules(cluster, placement):
     ):
         after = list(loads)
         assert len({move.name for move in moves}) == len(moves)
-        for name, source, target in moves:
-            one = requests[source][name]
+        for move in moves:
+            source, target = move.source, move.target
+            one = requests[source][move.name]
             assert source != target and loads[target].is_open
             assert after[target].has_room(one), "it sits down at once"
             after[source] = after[source].without(one)
@@ -229,10 +230,10 @@ def test_who_may_be_relieved_is(cluster):
     moves = relief(placement, loads, requests)
     moved = {move.name for move in moves}
     after = list(loads)
-    for name, source, target in moves:
-        one = requests[source][name]
-        after[source] = after[source].without(one)
-        after[target] = after[target].with_one(one)
+    for move in moves:
+        one = requests[move.source][move.name]
+        after[move.source] = after[move.source].without(one)
+        after[move.target] = after[move.target].with_one(one)
     for source, own in enumerate(requests):
         for name, one in own.items():
             left = after[source].without(one)

@@ -35,7 +35,7 @@ COMMANDS = [
 FOLDERS = ("punica_jax", "models", "pallas_kernels", "benchmarks", "demos", "tests")
 SOURCES = [path for folder in FOLDERS for path in (ROOT / folder).glob("*.py")]
 # Pages with examples, in reading order: names of one are known to the next.
-WITH_EXAMPLES = ["quickstart", "adapters", "sampling", "engine", "your_code"]
+WITH_EXAMPLES = ["quickstart", "adapters", "sampling", "engine", "cluster", "your_code"]
 
 
 def documented(public):

@@ -47,6 +47,7 @@ from punica_jax.request_state import RequestState
 from punica_jax.stats import (
     AdapterStats,
     ClusterStats,
+    EngineGauges,
     EngineStats,
     Histogram,
     RequestProgress,
@@ -73,6 +74,7 @@ __all__ = [
     "Engine",
     "EngineClosedError",
     "EngineConfig",
+    "EngineGauges",
     "EngineStats",
     "FairShare",
     "FirstComeFirstServed",

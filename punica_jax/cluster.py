@@ -11,7 +11,7 @@ import functools
 import os
 import time
 import weakref
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence, Sized
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Unpack
 
@@ -116,12 +116,13 @@ class Cluster:
         num = sampling.n if isinstance(sampling, SamplingParams) else 1
         need = self._need(adapter, [_length(prompt)] * num)
 
-        def start(engine: Host, here: str) -> AsyncGenerator[Piece, None]:
+        def start(engine: Host, here: str, left: Terms) -> AsyncGenerator[Piece, None]:
             return engine.generate(
-                prompt, adapter, sampling, terms=terms, request_id=here
+                prompt, adapter, sampling, terms=left, request_id=here
             )
 
-        async with contextlib.aclosing(self._answer(request_id, need, start)) as pieces:
+        pieces = self._journey(request_id, need, terms, start)
+        async with contextlib.aclosing(pieces):
             async for piece in pieces:
                 yield piece
 
@@ -131,8 +132,8 @@ class Cluster:
         """Go on with a request that was exported; see `Engine`."""
         check_state(state)
         need = self._need_of(state)
-        start = resumed(state)
-        async with contextlib.aclosing(self._answer(request_id, need, start)) as pieces:
+        pieces = self._journey(request_id, need, state.terms, resumed(state))
+        async with contextlib.aclosing(pieces):
             async for piece in pieces:
                 yield piece
 
@@ -140,7 +141,8 @@ class Cluster:
         """End a request; see `Engine`."""
         if ticket := self._members.find(request_id):
             ticket.is_cancelled = True
-            self.engines[ticket.place].cancel(ticket.here)
+            place, here = ticket.at
+            self.engines[place].cancel(here)
 
     async def export(self, request_id: str) -> RequestState:
         """Take a request out, whole; see `Engine`.
@@ -150,25 +152,29 @@ class Cluster:
         """
         end_s = time.monotonic() + _ON_ITS_WAY_S
         while ticket := self._members.find(request_id):
-            if (state := await self._members.taken(ticket)) is not None:
-                return state
-            here, has_begun = ticket.here, ticket.has_begun
-            with contextlib.suppress(ValueError):
-                return await self.engines[ticket.place].export(here)
-            is_there = ticket.here == here and has_begun
-            if is_there or time.monotonic() > end_s:
-                break  # it has all its tokens
-            await asyncio.sleep(_POLL_S)
+            state = await self._members.state_of(ticket)
+            (place, here), has_begun = ticket.at, ticket.has_begun
+            if state is None:
+                with contextlib.suppress(ValueError):
+                    state = await self.engines[place].export(here)
+            if state is not None:
+                return dataclasses.replace(state, terms=ticket.terms)
+            is_over = ticket.at[1] == here and has_begun and ticket.moving is None
+            if is_over or time.monotonic() > end_s:
+                break
+            await asyncio.sleep(_POLL_S)  # it is on its way
         raise ValueError(f"no request under way has the id {request_id!r}")
 
     def register_adapter(
         self, name: str, source: AdapterSource, **options: Any
     ) -> None:
-        """Make an adapter known to all engines; see `Engine`."""
-        self._members.note_other_weights(name)
-        for engine in self._alive():
-            engine.register_adapter(name, source, **options)
-        self._members.note_other_weights(name)
+        """Make an adapter known to all engines; see `Engine`.
+
+        A request under other weights that moves between engines at this very moment
+        fails with `RequestError`.
+        """
+        with self._members.frozen(name):
+            self._register(self._alive(), name, source, options)
 
     async def load_adapter(
         self, name: str, source: AdapterSource, **options: Any
@@ -178,14 +184,11 @@ class Cluster:
         Until then, and if anything is wrong with it, requests get what they got before.
         The other engines read it when a request wants it.
         """
-        first, *others = self._alive()
-        await self._settle(name)
-        try:
+        with self._members.frozen(name):
+            await self._settle(name)
+            first, *others = self._alive()
             await first.load_adapter(name, source, **options)
-            for engine in others:
-                engine.register_adapter(name, source, **options)
-        finally:
-            self._members.note_other_weights(name)
+            self._register(others, name, source, options)
 
     async def unload_adapter(self, name: str, *, cancel: bool = False) -> None:
         """Forget an adapter on all engines; see `Engine`.
@@ -193,16 +196,19 @@ class Cluster:
         Raises:
           UnknownAdapterError: no adapter has that name.
         """
-        await self._settle(name)
-        every = (one.unload_adapter(name, cancel=cancel) for one in self._alive())
-        for result in await asyncio.gather(*every, return_exceptions=True):
-            if isinstance(result, BaseException):
-                raise result
+        with self._members.frozen(name):
+            await self._settle(name)
+            every = (one.unload_adapter(name, cancel=cancel) for one in self._alive())
+            for result in await asyncio.gather(*every, return_exceptions=True):
+                if isinstance(result, BaseException):
+                    if not isinstance(result, EngineClosedError):
+                        raise result
 
     async def pin_adapter(self, name: str, is_pinned: bool = True) -> None:
         """Keep an adapter on all devices, or let it go; see `Engine`."""
         for engine in self._alive():
-            await engine.pin_adapter(name, is_pinned)
+            with contextlib.suppress(EngineClosedError):
+                await engine.pin_adapter(name, is_pinned)
 
     async def drain(self, place: int) -> None:
         """Give an engine no more requests, and have it hand on those that it has.
@@ -245,15 +251,12 @@ class Cluster:
         for engine in self.engines:
             engine.close()
 
-    async def _answer(
-        self, request_id: str | None, need: Need, start: Start
+    def _journey(
+        self, request_id: str | None, need: Need, terms: Terms, start: Start
     ) -> AsyncGenerator[Piece, None]:
-        ticket = self._members.enter(request_name(request_id), need)
-        self._mover.wake()
-        pieces = journey(ticket, self.engines, self._members, start)
-        async with contextlib.aclosing(pieces):
-            async for piece in pieces:
-                yield piece
+        ticket = self._members.enter(request_name(request_id), need, terms)
+        self._mover.note_request()
+        return journey(ticket, self.engines, self._members, start)
 
     async def _encoded(self, prompt: str) -> list[int]:
         encode = functools.partial(self.tokenizer.encode, prompt)
@@ -272,10 +275,24 @@ class Cluster:
         num_tokens = [num_prompt + len(one.token_ids) for one in state.samples]
         return self._need(state.adapter, num_tokens)
 
+    def _register(
+        self,
+        engines: Sequence[Engine],
+        name: str,
+        source: AdapterSource,
+        options: Mapping[str, Any],
+    ) -> None:
+        try:
+            for engine in engines:
+                with contextlib.suppress(EngineClosedError):
+                    engine.register_adapter(name, source, **options)
+        finally:
+            self._members.note_other_weights(name)
+
     async def _settle(self, name: str) -> None:
-        """Have an adapter's requests stay where they are, once they are anywhere."""
-        self._members.note_other_weights(name)
-        while self._members.is_moving(name):
+        """Wait for an adapter's requests that are at no engine, if they are read."""
+        end_s = time.monotonic() + _ON_ITS_WAY_S
+        while self._members.is_between(name) and time.monotonic() < end_s:
             await asyncio.sleep(_POLL_S)
 
     def _alive(self) -> list[Engine]:
@@ -320,4 +337,4 @@ def _made(
 
 def _length(prompt: object) -> int:
     """Return the tokens of a prompt, if it is one: else its engine refuses it."""
-    return len(prompt) if isinstance(prompt, Sequence) else 0
+    return len(prompt) if isinstance(prompt, Sized) else 0

@@ -11,6 +11,9 @@ from typing import Protocol, runtime_checkable
 
 from punica_jax.request import number_of
 
+# Who finds nothing, of a thousand that wait: the others need much the same.
+_MOST_VAIN = 64
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Need:
@@ -37,7 +40,7 @@ class Load:
       num_sequences: of its requests, until they end.
       max_seats: sequences that run at one time.
       num_open_pages: KV pages that nobody has and nobody who waits there needs.
-      adapters: those that its requests use.
+      adapters: those that its requests use -> of how many.
       num_slots: adapters on the device at one time.
       is_open: whether it may get requests; one that is not hands on those it has.
     """
@@ -45,38 +48,38 @@ class Load:
     num_sequences: int
     max_seats: int
     num_open_pages: int
-    adapters: frozenset[str]
+    adapters: Mapping[str, int]
     num_slots: int
     is_open: bool = True
 
     def has_room(self, need: Need) -> bool:
         """Tell whether a request could sit down at once, but for its adapter's way."""
+        own = () if need.adapter is None else (need.adapter,)
         return (
             self.num_sequences + need.num_sequences <= self.max_seats
             and need.num_kv_pages <= self.num_open_pages
-            and (
-                need.adapter is None
-                or need.adapter in self.adapters
-                or len(self.adapters) < self.num_slots
-            )
+            and len(self.adapters.keys() | own) <= self.num_slots
         )
 
     def with_one(self, need: Need) -> "Load":
         """Return what it would be with a request more."""
-        own = frozenset(() if need.adapter is None else (need.adapter,))
-        return dataclasses.replace(
-            self,
-            num_sequences=self.num_sequences + need.num_sequences,
-            num_open_pages=self.num_open_pages - need.num_kv_pages,
-            adapters=self.adapters | own,
-        )
+        return self._changed(need, 1)
 
     def without(self, need: Need) -> "Load":
-        """Return what it would be with one less; its adapter may be others', too."""
+        """Return what it would be with one less."""
+        return self._changed(need, -1)
+
+    def _changed(self, need: Need, by: int) -> "Load":
+        adapters = dict(self.adapters)
+        if need.adapter is not None:
+            adapters[need.adapter] = adapters.get(need.adapter, 0) + by
+            if not adapters[need.adapter]:
+                del adapters[need.adapter]
         return dataclasses.replace(
             self,
-            num_sequences=self.num_sequences - need.num_sequences,
-            num_open_pages=self.num_open_pages + need.num_kv_pages,
+            num_sequences=self.num_sequences + by * need.num_sequences,
+            num_open_pages=self.num_open_pages - by * need.num_kv_pages,
+            adapters=adapters,
         )
 
 
@@ -221,9 +224,11 @@ def relief(
       loads: of the engines.
       requests: theirs.
     """
-    after, moves = list(loads), []
+    after, moves, num_vain = list(loads), [], 0
     for source, own in enumerate(requests):
         for name, need in own.items():
+            if num_vain == _MOST_VAIN or not _has_seats(after, source):
+                break
             left = after[source].without(need)
             if loads[source].is_open and (need.is_seated or left.has_room(need)):
                 continue
@@ -234,7 +239,17 @@ def relief(
                 after[source] = left
                 after[target] = after[target].with_one(need)
                 moves.append(Move(name, source, target))
+            num_vain += target is None
     return moves
+
+
+def _has_seats(loads: Sequence[Load], source: int) -> bool:
+    """Tell whether another engine could take any request."""
+    return any(
+        load.is_open and load.num_sequences < load.max_seats
+        for place, load in enumerate(loads)
+        if place != source
+    )
 
 
 def _best(

@@ -31,7 +31,7 @@ from punica_jax.request import SamplingParams, Terms
 from punica_jax.request_state import RequestState, check_state
 from punica_jax.residence import MAX_STAGED, AdapterResidence
 from punica_jax.sequence import DEFAULT_TERMS
-from punica_jax.stats import EngineStats, RequestProgress
+from punica_jax.stats import EngineGauges, EngineStats, RequestProgress
 from punica_jax.stream import Piece
 from punica_jax.summary import summary
 from punica_jax.tasks import Tasks
@@ -341,9 +341,9 @@ class Engine:
         return await self._thread.ask(self._thread.requests.progress)
 
     @property
-    def num_open_kv_pages(self) -> int:
-        """KV pages that whoever sits down next may have."""
-        return self._loop.scheduler.num_open_pages
+    def gauges(self) -> EngineGauges:
+        """A few numbers of this moment, of `stats` and beside it, at no cost."""
+        return self._thread.gauges
 
     def close(self) -> None:
         """End: requests under way fail with `EngineClosedError`; waits for the thread.

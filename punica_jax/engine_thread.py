@@ -21,7 +21,7 @@ from punica_jax.engine_request import EngineClosedError, EngineRequest
 from punica_jax.loop import StepLoop
 from punica_jax.request_table import RequestTable
 from punica_jax.residence import AdapterResidence
-from punica_jax.stats import EngineStats
+from punica_jax.stats import EngineGauges, EngineStats
 from punica_jax.stream import Piece
 from punica_jax.versions import HostAdapter, Version
 
@@ -195,6 +195,16 @@ class EngineThread:
             tiers={name: version.tier for name, version in versions.items()},
             base=self.requests.base_stats.copy(),
             adapters={name: version.stats.copy() for name, version in versions.items()},
+        )
+
+    @property
+    def gauges(self) -> EngineGauges:
+        """A few numbers of this moment; in any thread."""
+        scheduler = self.loop.scheduler
+        return EngineGauges(
+            num_waiting=scheduler.num_waiting,
+            num_open_kv_pages=scheduler.num_open_pages,
+            has_ended=self._has_ended,
         )
 
     # What runs in the thread alone.

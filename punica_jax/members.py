@@ -5,12 +5,12 @@ called from any thread.
 """
 
 import asyncio
+import collections
+import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
-from typing import Protocol
+from collections.abc import Iterator, Mapping, Sequence
 
 from punica_jax.consolidation import (
     Load,
@@ -20,88 +20,18 @@ from punica_jax.consolidation import (
     least_queue,
     relief,
 )
-from punica_jax.engine_config import EngineConfig
 from punica_jax.engine_request import EngineClosedError
+from punica_jax.request import RequestError, Terms
 from punica_jax.request_state import RequestState
 from punica_jax.stats import RequestProgress
+from punica_jax.tickets import Capacity, Member, Ticket
 
+Progress = Mapping[int, Mapping[str, RequestProgress]]
+"""An engine's place -> what it says of its requests, by their ids there.
 
-class Capacity(Protocol):
-    """What is asked of an engine here."""
-
-    config: EngineConfig
-
-    @property
-    def num_open_kv_pages(self) -> int: ...
-
-
-class Ticket:
-    """A request of a cluster, wherever it is.
-
-    Attributes:
-      name: its id.
-      need: what it takes of an engine, as far as anybody knows.
-      version: which of the weights that its adapter's name stood for it came under.
-      arrived_s: when it came; by `time.monotonic`.
-      place: its engine's place among the members.
-      here: its id at that engine, another one at each.
-      has_begun: whether something has come of it there.
-      state: while it is taken out of there: what it goes on from, or None if it ended.
-      is_cancelled: whether nobody wants it any more.
-    """
-
-    def __init__(self, name: str, need: Need, version: int):
-        self.name, self.need, self.version = name, need, version
-        self.arrived_s = time.monotonic()
-        self.place, self.here = -1, ""
-        self.has_begun = self.is_cancelled = False
-        self.state: Future[RequestState | None] | None = None
-        self._num_places = 0
-
-    def sit(self, place: int) -> None:
-        """Take note of where it is now."""
-        self._num_places += 1
-        self.place, self.here = place, f"{self.name} #{self._num_places}"
-        self.has_begun = False
-
-    @property
-    def is_moving(self) -> bool:
-        """Whether it has left an engine, and not come to another one."""
-        return self.state is not None or (self._num_places > 1 and not self.has_begun)
-
-    def end_one(self) -> bool:
-        """Take note that a completion has ended; return whether it was the last."""
-        left = self.need.num_sequences - 1
-        self.need = dataclasses.replace(self.need, num_sequences=left)
-        return not left
-
-
-@dataclasses.dataclass(slots=True)
-class _Member:
-    """An engine, and the requests that it was given: by their ids there."""
-
-    engine: Capacity
-    tickets: dict[str, Ticket] = dataclasses.field(default_factory=dict)
-    is_open: bool = True
-    has_ended: bool = False
-
-    def load(self, progress: Mapping[str, RequestProgress] | None = None) -> Load:
-        """Return what it has to do; who sits there is known with `progress` only."""
-        config, tickets = self.engine.config, self.tickets
-        waiting = (
-            ticket.need.num_kv_pages
-            for here, ticket in tickets.items()
-            if not (ticket.has_begun if progress is None else _sits(progress, here))
-        )
-        names = (ticket.need.adapter for ticket in tickets.values())
-        return Load(
-            num_sequences=sum(one.need.num_sequences for one in tickets.values()),
-            max_seats=config.max_seats,
-            num_open_pages=self.engine.num_open_kv_pages - sum(waiting),
-            adapters=frozenset(name for name in names if name is not None),
-            num_slots=config.num_slots,
-            is_open=self.is_open and not self.has_ended,
-        )
+One without is asked for nothing, and given nothing.
+"""
+_LOST_S = 60.0  # more than a request takes from the cluster to its engine
 
 
 class Members:
@@ -115,10 +45,11 @@ class Members:
     def __init__(self, engines: Sequence[Capacity], placement: Placement):
         self.placement = placement
         self.num_moves = 0
-        self._members = [_Member(engine) for engine in engines]
+        self._members = [Member(engine) for engine in engines]
         self._tickets: dict[str, Ticket] = {}
-        self._versions: dict[str | None, int] = {}
-        self._lock = threading.Lock()
+        self._versions: collections.Counter[str | None] = collections.Counter()
+        self._frozen: collections.Counter[str | None] = collections.Counter()
+        self._lock = threading.RLock()  # a placement may look at the loads
 
     def __len__(self) -> int:
         """Return how many requests are under way."""
@@ -131,10 +62,9 @@ class Members:
 
     def find(self, name: object) -> Ticket | None:
         """Return the request of an id, if it is under way."""
-        with self._lock:
-            return self._tickets.get(name) if isinstance(name, str) else None
+        return self._tickets.get(name) if isinstance(name, str) else None
 
-    def enter(self, name: str, need: Need) -> Ticket:
+    def enter(self, name: str, need: Need, terms: Terms) -> Ticket:
         """Give a new request to an engine.
 
         Raises:
@@ -144,72 +74,106 @@ class Members:
         with self._lock:
             if name in self._tickets:
                 raise ValueError(f"a request with the id {name!r} is under way")
-            version = self._versions.get(need.adapter, 0)
-            ticket = self._tickets[name] = Ticket(name, need, version)
-            try:
-                self._give(ticket)
-            except EngineClosedError:
-                del self._tickets[name]
-                raise
+            ticket = Ticket(name, need, terms, self._versions[need.adapter])
+            self._add(ticket, self._place_of(ticket))
+            self._tickets[name] = ticket
             return ticket
 
     def note_begin(self, ticket: Ticket, here: str) -> None:
         """Take note that something has come of a request, if it is still there."""
         if not ticket.has_begun:
             with self._lock:
-                ticket.has_begun = ticket.here == here
+                if ticket.at[1] == here:
+                    ticket.has_begun = True
+                    self._note_need(ticket, is_seated=True)
+
+    def end_one(self, ticket: Ticket) -> None:
+        """Take note that a caller has got a completion; with the last one it leaves."""
+        with self._lock:
+            ticket.num_left -= 1
+            num = min(ticket.need.num_sequences, ticket.num_left)
+            self._note_need(ticket, num_sequences=num)
+            if not ticket.num_left:
+                self.leave(ticket)
 
     def leave(self, ticket: Ticket) -> None:
         """Forget a request; a second time is nothing."""
         with self._lock:
+            self._members[ticket.at[0]].remove(ticket)
             if self._tickets.get(ticket.name) is ticket:
                 del self._tickets[ticket.name]
-                self._take(ticket)
 
-    def note_end(self, ticket: Ticket) -> None:
-        """Forget an engine that has ended, and give its request, not begun, to another.
+    def give_again(self, ticket: Ticket) -> None:
+        """Give a request that its engine did not take to one that is left.
 
         Raises:
-          EngineClosedError: none is left.
+          EngineClosedError: none is.
         """
         with self._lock:
-            self._members[ticket.place].has_ended = True
-            self._take(ticket)
-            self._give(ticket)
+            self._members[ticket.at[0]].remove(ticket)
+            self._add(ticket, self._place_of(ticket))
 
-    def move(self, ticket: Ticket, target: int, state: RequestState) -> None:
-        """Have a request that was taken out be at another engine, if that still is."""
+    def move(self, ticket: Ticket, target: int) -> None:
+        """Have a request that was taken out be at another engine.
+
+        Where that has ended meanwhile or is drained it is another one, or the old one.
+        """
         with self._lock:
             if self._tickets.get(ticket.name) is not ticket:
                 return  # whoever asked has left
-            self._take(ticket)
-            if self._members[target].has_ended:
-                self._give(ticket)
-            else:
-                self._put(ticket, target)
-            self.num_moves += 1
+            source = ticket.at[0]
+            self._members[source].remove(ticket)
+            if not self._members[target].load.is_open:
+                try:
+                    target = self._place_of(ticket)
+                except EngineClosedError:
+                    target = source
+            self._add(ticket, target)
+            self.num_moves += target != source
 
-    async def taken(self, ticket: Ticket) -> RequestState | None:
+    async def state_of(self, ticket: Ticket) -> RequestState | None:
         """Return from what a request goes on that was taken out, to one who asks."""
-        if (moving := ticket.state) is None:
+        if (moving := ticket.moving) is None:
             return None
         state = await asyncio.wrap_future(moving)
         with self._lock:
-            is_there, ticket.state = ticket.state is not None, None
-        return state if is_there else None
+            if ticket.moving is not moving:
+                return None  # somebody else was sooner
+            ticket.moving = None
+        return state
 
-    def is_moving(self, adapter: str) -> bool:
+    def check_weights(self, ticket: Ticket) -> None:
+        """Raise RequestError if a request's adapter was replaced while it moved."""
+        if ticket.version != self._versions[ticket.need.adapter]:
+            raise RequestError(
+                f"adapter {ticket.need.adapter!r} got other weights while a request "
+                "that began under the old ones moved between engines; send the prompt "
+                "anew"
+            )
+
+    @contextlib.contextmanager
+    def frozen(self, adapter: str) -> Iterator[None]:
+        """Have an adapter's requests stay where they are."""
+        with self._lock:
+            self._frozen[adapter] += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._frozen[adapter] -= 1
+
+    def note_other_weights(self, adapter: str) -> None:
+        """Take note that a name stands for others now: who began before stays."""
+        with self._lock:
+            self._versions[adapter] += 1
+
+    def is_between(self, adapter: str) -> bool:
         """Tell whether a request of an adapter is at no engine now."""
         with self._lock:
             return any(
-                ticket.need.adapter == adapter and ticket.is_moving
+                ticket.need.adapter == adapter and ticket.is_between
                 for ticket in self._tickets.values()
             )
-
-    def note_other_weights(self, name: str) -> None:
-        """Take note that an adapter's name stands for others: who began stays."""
-        with self._lock:
-            self._versions[name] = self._versions.get(name, 0) + 1
 
     def set_open(self, place: int, is_open: bool) -> None:
         """Have an engine get requests, or hand on those that it has.
@@ -220,7 +184,7 @@ class Members:
         with self._lock:
             own = self._members[place]
             others = [one for one in self._members if one is not own]
-            if not is_open and not any(one.is_open for one in others):
+            if not is_open and not any(one.load.is_open for one in others):
                 raise ValueError(
                     f"engine {place} is the last one that takes requests; undrain "
                     "another one first, or close the cluster"
@@ -229,70 +193,110 @@ class Members:
 
     def num_at(self, place: int) -> int:
         """Return how many requests an engine has."""
-        with self._lock:
-            return len(self._members[place].tickets)
+        return len(self._members[place].tickets)
 
     def loads(self) -> list[Load]:
         """Return what each has to do."""
         with self._lock:
-            return [member.load() for member in self._members]
+            return [member.load for member in self._members]
 
-    def plan(
-        self,
-        progress: Mapping[int, Mapping[str, RequestProgress]],
-        *,
-        gathers: bool,
-    ) -> list[tuple[Ticket, int]]:
-        """Return which requests should go where.
-
-        Args:
-          progress: of the engines' requests, by the engines' places; one without gets
-            nothing, and hands on nothing.
-          gathers: whether those may move that have what they need.
-        """
+    def may_relieve(self) -> bool:
+        """Tell whether somebody may lack what another engine has, without asking."""
         with self._lock:
-            loads, requests = [], []
-            for place, member in enumerate(self._members):
-                known = progress.get(place, {})
-                load = member.load(known)
-                if place not in progress:
-                    load = dataclasses.replace(load, is_open=False)
-                loads.append(load)
-                requests.append(self._movable(member, known))
+            loads = [member.load for member in self._members]
+            wants = [
+                bool(member.tickets)
+                and not member.has_ended
+                and (not member.is_open or member.engine.gauges.num_waiting > 0)
+                for member in self._members
+            ]
+        return any(
+            wanting
+            and load.is_open
+            and load.num_sequences < load.max_seats
+            and place != source
+            for source, wanting in enumerate(wants)
+            for place, load in enumerate(loads)
+        )
+
+    def note_progress(self, progress: Progress) -> list[tuple[int, str]]:
+        """Take note of what engines say of their requests.
+
+        What an engine had and has no more is over, whether or not its caller reads it.
+
+        Returns:
+          Where cancelled ones are still under way: their engines may have heard of that
+          before they had them.
+        """
+        found = []
+        with self._lock:
+            for place, known in progress.items():
+                for here, ticket in list(self._members[place].tickets.items()):
+                    if (own := known.get(here)) is not None:
+                        ticket.has_begun = ticket.was_listed = True
+                        self._note_need(
+                            ticket,
+                            num_sequences=own.num_sequences,
+                            num_kv_pages=own.num_kv_pages,
+                            is_seated=own.num_seated > 0,
+                        )
+                        if ticket.is_cancelled:
+                            found.append((place, here))
+                    elif ticket.moving is None and (
+                        ticket.was_listed or time.monotonic() - ticket.sat_s > _LOST_S
+                    ):
+                        self.leave(ticket)
+        return found
+
+    def relieved(self, progress: Progress) -> list[tuple[Ticket, int]]:
+        """Return who lacks what another engine has, with that one's place."""
+        with self._lock:
+            loads, requests = self._view(progress)
             moves = relief(self.placement, loads, requests)
-            if gathers and not moves:
-                moves = self.placement.gathered(loads, requests)
-            return [(self._ticket(move), move.target) for move in moves]
+            return self._tickets_of(moves)
+
+    def gathered(self, progress: Progress) -> list[tuple[Ticket, int]]:
+        """Return who should move for the placement's reasons, and where to."""
+        with self._lock:
+            moves = self.placement.gathered(*self._view(progress))
+            return self._tickets_of(moves)
 
     # With the lock.
 
-    def _movable(
-        self, member: _Member, progress: Mapping[str, RequestProgress]
-    ) -> dict[str, Need]:
-        """Return what can be taken out of an engine, in the engine's order."""
-        needs = {}
-        for here, known in progress.items():
-            ticket = member.tickets.get(here)
-            if ticket is None or ticket.is_cancelled or ticket.state is not None:
-                continue
-            if ticket.version != self._versions.get(ticket.need.adapter, 0):
-                continue  # others know other weights by that name
-            ticket.need = dataclasses.replace(
-                ticket.need, num_kv_pages=known.num_kv_pages
+    def _view(self, progress: Progress) -> tuple[list[Load], list[Mapping[str, Need]]]:
+        """Return the engines' loads, and of each what may move, in its order."""
+        loads, requests = [], []
+        for place, member in enumerate(self._members):
+            load, known = member.load, progress.get(place)
+            if known is None:
+                load = dataclasses.replace(load, is_open=False)
+            found = ((here, member.tickets.get(here)) for here in known or ())
+            loads.append(load)
+            requests.append(
+                {
+                    here: ticket.need
+                    for here, ticket in found
+                    if ticket is not None and self._can_move(ticket)
+                }
             )
-            needs[here] = dataclasses.replace(
-                ticket.need,
-                num_sequences=known.num_sequences,
-                is_seated=known.num_seated > 0,
-            )
-        return needs
+        return loads, requests
 
-    def _ticket(self, move: Move) -> Ticket:
-        return self._members[move.source].tickets[move.name]
+    def _can_move(self, ticket: Ticket) -> bool:
+        adapter = ticket.need.adapter
+        is_wanted = not ticket.is_cancelled and ticket.moving is None
+        # Others know other weights by that name.
+        is_known = ticket.version == self._versions[adapter]
+        return is_wanted and is_known and not self._frozen[adapter]
 
-    def _give(self, ticket: Ticket) -> None:
-        """Give a request to whom the placement says, or who has the shortest queue."""
-        loads = [member.load() for member in self._members]
+    def _tickets_of(self, moves: Sequence[Move]) -> list[tuple[Ticket, int]]:
+        return [
+            (self._members[move.source].tickets[move.name], move.target)
+            for move in moves
+        ]
+
+    def _place_of(self, ticket: Ticket) -> int:
+        """Return who takes a request: by the placement, or the shortest queue."""
+        loads = [member.load for member in self._members]
         place = self.placement.place(loads, ticket.need)
         if place is None:
             place = least_queue(loads)
@@ -300,16 +304,16 @@ class Members:
             raise EngineClosedError(
                 "every engine of the cluster has ended or is drained"
             )
-        self._put(ticket, place)
+        return place
 
-    def _put(self, ticket: Ticket, place: int) -> None:
+    def _add(self, ticket: Ticket, place: int) -> None:
         ticket.sit(place)
-        self._members[place].tickets[ticket.here] = ticket
+        self._members[place].add(ticket)
 
-    def _take(self, ticket: Ticket) -> None:
-        self._members[ticket.place].tickets.pop(ticket.here, None)
-
-
-def _sits(progress: Mapping[str, RequestProgress], here: str) -> bool:
-    known = progress.get(here)
-    return known is not None and known.num_seated > 0
+    def _note_need(self, ticket: Ticket, **changed: int) -> None:
+        member = self._members[ticket.at[0]]
+        is_there = ticket.at[1] in member.tickets
+        member.remove(ticket)
+        ticket.need = dataclasses.replace(ticket.need, **changed)
+        if is_there:
+            member.add(ticket)

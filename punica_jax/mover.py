@@ -7,7 +7,6 @@ import asyncio
 import atexit
 import contextlib
 import logging
-import queue
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -15,14 +14,16 @@ from concurrent.futures import Future
 from typing import Protocol
 
 from punica_jax.engine_request import EngineClosedError
-from punica_jax.members import Members, Ticket
+from punica_jax.members import Members
 from punica_jax.request_state import RequestState
 from punica_jax.stats import RequestProgress
+from punica_jax.tickets import Ticket
 
 _log = logging.getLogger(__name__)
-# How often it looks who has no room, while requests are under way.
-_LOOK_S = 0.1
-# How long it waits for an engine: a few of the longest steps.
+# How often it looks who has no room, and asks engines for their requests whatever it
+# sees, while any are under way.
+_LOOK_S, _ASK_S = 0.1, 1.0
+# How long it waits for an engine's answer: a few of the longest steps.
 _PATIENCE_S = 1.0
 
 
@@ -33,20 +34,24 @@ class Source(Protocol):
 
     async def progress(self) -> Mapping[str, RequestProgress]: ...
 
+    def cancel(self, request_id: str) -> None: ...
+
 
 class Mover:
     """Looks at the engines from time to time, and moves what the members say.
 
     A request is computed again where it goes: its prompt and what came of it (Punica,
-    section 5.3). Who reads its pieces goes on with it, by `Ticket.state`.
+    section 5.3). Who reads its pieces goes on with it, by `Members.state_of`.
     """
 
     def __init__(self, engines: Sequence[Source], members: Members):
         self._engines = engines
         self._members = members
-        self._gathered_s = time.monotonic()
-        self._is_closing = False
-        self._awake: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._gathered_s = self._asked_s = time.monotonic()
+        self._is_closing = self._is_idle = False
+        self._awake = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._moves: set[asyncio.Task[None]] = set()
         self._thread = threading.Thread(
             target=self._run, name="punica-jax-mover", daemon=True
         )
@@ -55,9 +60,16 @@ class Mover:
         self._thread.start()
         atexit.register(self.close)
 
+    def note_request(self) -> None:
+        """Have it begin to look, if it does not."""
+        if self._is_idle:
+            self.wake()
+
     def wake(self) -> None:
-        """Have it look soon."""
-        self._awake.put(None)
+        """Have it look at once."""
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # it has ended
+                self._loop.call_soon_threadsafe(self._awake.set)
 
     def stop(self) -> None:
         """Have it end."""
@@ -71,39 +83,54 @@ class Mover:
 
     def _run(self) -> None:
         try:
-            with asyncio.Runner() as runner:
-                while not self._is_closing:
-                    try:
-                        runner.run(self._look())
-                    except Exception:
-                        _log.exception("requests stay where they are")
-                    self._wait()
+            asyncio.run(self._serve())
         finally:
             atexit.unregister(self.close)
 
-    def _wait(self) -> None:
-        """Wait for a moment; where nobody can move, until somebody comes."""
-        if self._can_move():
-            time.sleep(0 if self._is_closing else _LOOK_S)
-        else:
-            self._awake.get()
-        while not self._awake.empty():
-            self._awake.get()
+    async def _serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        while not self._is_closing:
+            try:
+                await self._look()
+            except Exception:
+                _log.exception("requests stay where they are")
+            await self._wait()
 
-    def _can_move(self) -> bool:
-        return len(self._members.alive) > 1 and len(self._members) > 0
+    async def _wait(self) -> None:
+        """Wait for a moment, and where nobody is under way until somebody comes."""
+        self._is_idle = True
+        timeout_s = _LOOK_S if len(self._members) else None
+        self._is_idle = timeout_s is None
+        if not self._is_closing:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._awake.wait(), timeout_s)
+        self._awake.clear()
 
     async def _look(self) -> None:
-        if not self._can_move():
-            return
-        every_s, now_s = self._members.placement.every_s, time.monotonic()
+        alive, now_s = self._members.alive, time.monotonic()
+        every_s = self._members.placement.every_s
         gathers = every_s is not None and now_s - self._gathered_s >= every_s
-        if gathers:
+        gathers = gathers and len(alive) > 1
+        asks = now_s - self._asked_s >= _ASK_S
+        if not len(self._members) or not (
+            gathers or asks or self._members.may_relieve()
+        ):
+            return
+        self._asked_s = now_s
+        answers = await asyncio.gather(*map(self._progress, alive))
+        known = {place: own for place, own in answers if own is not None}
+        for place, here in self._members.note_progress(known):
+            self._engines[place].cancel(here)
+        plan = self._members.relieved(known)
+        if gathers and not plan:
             self._gathered_s = now_s
-        progress = await asyncio.gather(*map(self._progress, self._members.alive))
-        known = {place: own for place, own in progress if own is not None}
-        plan = self._members.plan(known, gathers=gathers)
-        await asyncio.gather(*(self._move(*one) for one in plan))
+            plan = self._members.gathered(known)
+        for ticket, target in plan:
+            ticket.moving = moving = Future()
+            moving.set_running_or_notify_cancel()  # whoever awaits it may leave
+            task = asyncio.create_task(self._move(ticket, target, moving))
+            self._moves.add(task)
+            task.add_done_callback(self._moves.discard)
 
     async def _progress(
         self, place: int
@@ -117,15 +144,16 @@ class Mover:
             return place, await asyncio.wait_for(asked, _PATIENCE_S)
         return place, None
 
-    async def _move(self, ticket: Ticket, target: int) -> None:
-        moving: Future[RequestState | None] = Future()
-        ticket.state = moving
-        state = None
+    async def _move(
+        self, ticket: Ticket, target: int, moving: "Future[RequestState | None]"
+    ) -> None:
+        """Take a request out, unless it has ended or somebody else was sooner."""
+        (place, here), state = ticket.at, None
         try:
-            # Not under way any more: it has ended, or somebody else took it out.
             with contextlib.suppress(ValueError, EngineClosedError):
-                state = await self._engines[ticket.place].export(ticket.here)
-                self._members.move(ticket, target, state)
+                state = await self._engines[place].export(here)
+                self._members.move(ticket, target)
         finally:
-            ticket.state = None if state is None else moving
+            if state is None:
+                ticket.moving = None
             moving.set_result(state)

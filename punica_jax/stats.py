@@ -109,6 +109,21 @@ class AdapterStats:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class EngineGauges:
+    """The few numbers of an engine that cost nothing.
+
+    Attributes:
+      num_waiting: sequences without a seat.
+      num_open_kv_pages: KV pages that whoever sits down next may have.
+      has_ended: whether it answers nobody any more.
+    """
+
+    num_waiting: int
+    num_open_kv_pages: int
+    has_ended: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RequestProgress:
     """A request under way, at one moment.
 

@@ -137,7 +137,7 @@ async def at(cluster, name, place):
 
     def is_there():
         ticket = cluster._members.find(name)
-        return ticket and ticket.place == place and ticket.has_begun
+        return ticket and ticket.at[0] == place and ticket.has_begun
 
     await until(is_there)
 
@@ -304,7 +304,13 @@ def test_a_drained_engine_is_given_back(root, alone):
         assert run(main()) == alone("hi", "a", long)
         assert ask(cluster, "hi", "b", GREEDY) == alone("hi", "b")
         assert [load.is_open for load in cluster.stats().loads] == [False, True]
-        cluster.undrain(0)  # it is found out when somebody is sent there
+        cluster.undrain(0)  # it has ended all the same
+        cluster.register_adapter("new", root / "adapters" / "d")
+        run(cluster.load_adapter("loaded", root / "adapters" / "e"))
+        assert ask(cluster, "hi", "new", GREEDY) == named("new", alone("hi", "d"))
+        run(cluster.pin_adapter("loaded"))
+        run(cluster.pin_adapter("loaded", False))
+        run(cluster.unload_adapter("loaded"))
         assert ask(cluster, "hi", "c", GREEDY) == alone("hi", "c")
         assert [load.is_open for load in cluster.stats().loads] == [False, True]
     with pytest.raises(pj.EngineClosedError, match="every engine of the cluster has"):
@@ -318,7 +324,7 @@ def test_cancelling_on_the_way(restless, placement, alone):
         await at(restless, "it", 0)
         with resuming_later(restless.engines[1]) as go:
             placement.wanted = {"it": 1}
-            await until(lambda: restless._members.find("it").place == 1)
+            await until(lambda: restless._members.find("it").at[0] == 1)
             restless.cancel("it")
             go.set()
             return await answer
@@ -361,7 +367,7 @@ def test_export_of_one_that_nobody_reads(restless, placement):
         pieces = restless.generate("hi", "a", LONG, request_id="it")
         await anext(pieces)
         placement.wanted = {"it": 1}
-        await until(lambda: restless._members.find("it").place == 1)
+        await until(lambda: restless._members.find("it").at[0] == 1)
         state = await restless.export("it")
         rest = [piece async for piece in pieces]
         assert rest[-1].completion.finish_reason == "exported"
@@ -432,31 +438,179 @@ def test_leaving_the_iterator_frees_all(restless, placement):
     run(main())
 
 
-def test_a_deadline_is_of_all_engines_together(restless, placement):
-    terms = pj.Terms(deadline_s=0.3)
+def test_a_deadline_is_of_all_engines_together(restless, placement, alone):
     placement.wanted = None
-    long = dataclasses.replace(LONG, max_new_tokens=94)
+    long = dataclasses.replace(LONG, max_new_tokens=90)
+
+    def slowly(patch):
+        for engine in restless.engines:
+            step = engine._loop.step
+
+            def stepping(step=step):
+                time.sleep(0.005)
+                return step()
+
+            patch.setattr(engine._loop, "step", stepping)
+
+    num_moves = restless.stats().num_moves
+    with pytest.MonkeyPatch.context() as patch:
+        slowly(patch)
+        start_s = time.monotonic()
+        terms = pj.Terms(deadline_s=0.4)
+        with pytest.raises(pj.DeadlineError, match=r"its deadline of 0\.4 s, at"):
+            ask(restless, "h", "a", long, terms=terms)
+        assert 0.4 <= time.monotonic() - start_s < 5
+        # Moves take none of it.
+        answer = ask(restless, "h", "a", LONG, terms=pj.Terms(deadline_s=30.0))
+    assert answer == alone("h", "a", LONG)
+    assert restless.stats().num_moves > num_moves + 5
+
+
+@pytest.mark.parametrize("who", ["reader", "exporter"])
+def test_whoever_leaves_amid_a_move_harms_nobody(restless, placement, alone, who):
+    """Of several that wait for what was taken out."""
 
     async def main():
-        for _ in range(50):  # a fast machine may be through in time
-            await completions(restless.generate("h", "a", long, terms=terms))
+        def begin(name):
+            pieces = restless.generate("hi", "a", LONG, request_id=name)
+            return asyncio.create_task(completions(pieces))
 
-    async def slow():
-        with pytest.MonkeyPatch.context() as patch:
-            for engine in restless.engines:
-                step = engine._loop.step
+        leaving, staying = begin("leaves"), begin("stays")
+        await at(restless, "leaves", 0)
+        await at(restless, "stays", 0)
+        placement.wanted = None
+        if who == "reader":
+            await until(lambda: restless._members.find("leaves").moving is not None)
+            leaving.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await leaving
+        else:
+            for _ in range(20):
+                with contextlib.suppress(TimeoutError, ValueError):
+                    await asyncio.wait_for(restless.export("leaves"), 0.001)
+            with contextlib.suppress(ValueError):
+                await leaving
+        return await staying
 
-                def stepping(step=step):
-                    time.sleep(0.01)
-                    return step()
+    assert run(main()) == alone("hi", "a", LONG)
 
-                patch.setattr(engine._loop, "step", stepping)
-            await main()
 
-    start_s = time.monotonic()
-    with pytest.raises(pj.DeadlineError, match="deadline of"):
-        run(slow())
-    assert time.monotonic() - start_s < 10
+def test_a_full_queue_ends_nothing_that_was_let_in(root, alone):
+    cluster = make_cluster(root, placement=Restless(), max_waiting=1)
+    cluster._members.placement.wanted = None
+    requests = [("hi", "abc"[number % 3], LONG) for number in range(10)]
+
+    async def main():
+        pieces = [cluster.generate(*request) for request in requests]
+        return await asyncio.gather(*map(completions, pieces), return_exceptions=True)
+
+    with cluster:
+        answers = run(main())
+        check_all_idle(cluster)
+    refused = [one for one in answers if isinstance(one, Exception)]
+    assert all(isinstance(one, pj.QueueFullError) for one in refused)
+    assert len(refused) < len(answers) - 4
+    for request, answer in zip(requests, answers, strict=True):
+        assert isinstance(answer, Exception) or answer == alone(*request)
+
+
+def test_a_reader_that_pauses_holds_up_nobody(restless, placement, root, monkeypatch):
+    monkeypatch.setattr(mover, "_ASK_S", 0.01)
+    monkeypatch.setattr(cluster_module, "_ON_ITS_WAY_S", 0.05)
+
+    async def main():
+        await restless.load_adapter("own", root / "adapters" / "e")
+        pieces = restless.generate("hi", "own", GREEDY, request_id="it")
+        await anext(pieces)
+        await asyncio.to_thread(check_idle, restless.engines[0])
+        await restless.drain(0)  # it has all its tokens, and nobody reads them
+        restless.undrain(0)
+        again = restless.generate("hi", "own", LONG, request_id="it")
+        await anext(again)
+        place = restless._members.find("it").at[0]
+        placement.wanted = {"it": 1 - place}
+        await until(lambda: restless._members.find("it").at[0] != place)
+        await restless.unload_adapter("own", cancel=True)
+        assert [piece async for piece in pieces][-1].completion.token_ids
+        # It was at no engine then, for a caller that does not read.
+        with pytest.raises(pj.UnknownAdapterError, match="no adapter is named 'own'"):
+            [piece async for piece in again]
+
+    run(main())
+
+
+def test_an_event_loop_that_is_gone(restless, placement, monkeypatch):
+    monkeypatch.setattr(mover, "_ASK_S", 0.01)
+    loop = asyncio.new_event_loop()
+    pieces = restless.generate("hi", "a", LONG, request_id="it")
+    loop.run_until_complete(anext(pieces))
+    loop.close()
+    run(until(lambda: restless._members.find("it") is None))
+    assert ask(restless, "hi", None, GREEDY, request_id="it")
+
+
+def test_two_event_loops_and_all_that_can_happen(restless, placement, alone, root):
+    placement.wanted = None
+    want = {name: alone("hi", name, LONG) for name in (None, "a", "e", "f")}
+    failures = []
+
+    async def one(rng, name):
+        adapter = rng.choice([None, "a", "own"])
+        asked = restless.generate("hi", adapter, LONG, request_id=name)
+        task = asyncio.create_task(completions(asked, is_whole=False))
+        draw = rng.random()
+        await asyncio.sleep(0.03 * rng.random())
+        if draw < 0.2:
+            restless.cancel(name)
+        elif draw < 0.3:
+            task.cancel()
+        elif draw < 0.5:
+            with contextlib.suppress(ValueError):
+                state = await restless.export(name)
+                await task
+                again = restless.resume(state, request_id=name)
+                task = asyncio.create_task(completions(again, is_whole=False))
+        [got] = await task
+        rivals = [adapter] if adapter != "own" else ["e", "f"]
+        whole = [want[rival][0].token_ids for rival in rivals]
+        assert got.token_ids in [ids[: len(got.token_ids)] for ids in whole]
+        if got.finish_reason not in ("cancelled", "exported"):
+            assert len(got.token_ids) == 60
+
+    async def replace(rng):
+        for _ in range(6):
+            await asyncio.sleep(0.03)
+            source = root / "adapters" / rng.choice("ef")
+            if rng.random() < 0.5:
+                restless.register_adapter("own", source)
+            else:
+                await restless.load_adapter("own", source)
+
+    def serve(seed):
+        rng = random.Random(seed)
+
+        async def main():
+            tasks = [one(rng, f"{seed}.{number}") for number in range(12)]
+            done = await asyncio.gather(*tasks, replace(rng), return_exceptions=True)
+            for item in done:
+                # Moved at the moment of a `register_adapter`, or left.
+                mine = asyncio.CancelledError, pj.RequestError
+                replaced = isinstance(item, ValueError) and "must have" in str(item)
+                if isinstance(item, BaseException) and not isinstance(item, mine):
+                    if not replaced:
+                        failures.append(item)
+
+        run(main())
+
+    run(restless.load_adapter("own", root / "adapters" / "e"))
+    threads = [threading.Thread(target=serve, args=[seed]) for seed in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures, failures
+    check_all_idle(restless)
+    run(restless.unload_adapter("own"))
 
 
 def test_an_engine_that_ends(root, alone, monkeypatch):
@@ -468,14 +622,16 @@ def test_an_engine_that_ends(root, alone, monkeypatch):
     def failing():
         if broken.is_set():
             raise RuntimeError("the device is gone")
+        time.sleep(0.005)  # whoever has begun has not ended soon
         return step()
 
     monkeypatch.setattr(first._loop, "step", failing)
 
     async def main():
         pieces = cluster.generate("hi", "a", LONG, request_id="begun")
-        begun = asyncio.create_task(completions(pieces))
-        await at(cluster, "begun", 0)
+        seen = []
+        begun = asyncio.create_task(completions(pieces, seen))
+        await until(lambda: seen)
         with held(first):
             broken.set()
             other = asyncio.create_task(completions(cluster.generate("hi", "b", LONG)))
@@ -591,7 +747,7 @@ class TestAdapters:
             await at(restless, "it", 0)
             with resuming_later(restless.engines[1]) as go:
                 placement.wanted = {"it": 1}
-                await until(lambda: restless._members.find("it").place == 1)
+                await until(lambda: restless._members.find("it").at[0] == 1)
                 unloading = asyncio.create_task(restless.unload_adapter("own"))
                 await asyncio.sleep(0.05)
                 go.set()

@@ -1,5 +1,6 @@
 """Where requests go and move: properties of the placements, in plain numbers."""
 
+import collections
 import dataclasses
 
 import pytest
@@ -13,7 +14,7 @@ EMPTY = pj.Load(
     num_sequences=0,
     max_seats=4,
     num_open_pages=10,
-    adapters=frozenset(),
+    adapters={},
     num_slots=2,
 )
 
@@ -23,7 +24,7 @@ def load(num_sequences, num_open_pages=10, adapters="", **fields):
         EMPTY,
         num_sequences=num_sequences,
         num_open_pages=num_open_pages,
-        adapters=frozenset(adapters),
+        adapters=dict(collections.Counter(adapters)),
         **fields,
     )
 
@@ -53,6 +54,7 @@ SEATED = need(is_seated=True)
         (load(2, adapters="ab"), need(adapter="c"), False),
         (load(2, adapters="ab"), need(adapter="b"), True),
         (load(2, adapters="ab"), need(), True),
+        (load(2, adapters="abc"), need(adapter="a"), False),  # somebody waits for one
     ],
 )
 def test_room_is_of_seats_pages_and_slots(own, wanted, has_room):
@@ -62,8 +64,9 @@ def test_room_is_of_seats_pages_and_slots(own, wanted, has_room):
 def test_a_load_with_one_more_and_without_it():
     more = load(2, 6, "a").with_one(need(2, 3, "b"))
     assert more == load(4, 3, "ab")
+    assert more.without(need(2, 3, "b")) == load(2, 6, "a")
     # Its adapter may be somebody else's.
-    assert more.without(need(2, 3, "b")) == load(2, 6, "ab")
+    assert load(4, 3, "abb").without(need(2, 3, "b")) == load(2, 6, "ab")
 
 
 @pytest.mark.parametrize(
@@ -158,6 +161,39 @@ def test_who_waits_for_pages_goes_where_some_are():
 def test_who_waits_for_its_adapter_alone_stays():
     queue = {"a": need(adapter="x")}
     assert relieved([load(1, adapters="x"), load(2)], [queue, {}]) == []
+
+
+def test_who_waits_for_room_for_its_adapter_goes_where_some_is():
+    running = {name: need(adapter=name, is_seated=True) for name in "ab"}
+    queue = running | {"c": need(adapter="c")}
+    moves = [pj.Move("c", 0, 1)]
+    assert relieved([load(3, adapters="abc"), load(0)], [queue, {}]) == moves
+    assert relieved([load(3, adapters="abc"), load(1, adapters="c")], [queue, {}]) == (
+        moves
+    )
+    elsewhere = load(2, adapters="xy")
+    assert relieved([load(3, adapters="abc"), elsewhere], [queue, {}]) == []
+    # Two that wait for the same one do not hide each other.
+    queue["d"] = need(adapter="c")
+    both = [*moves, pj.Move("d", 0, 1)]
+    assert relieved([load(4, adapters="abcc"), load(0)], [queue, {}]) == both
+
+
+def test_a_thousand_that_find_nothing_are_not_all_looked_at(monkeypatch):
+    queue = {str(number): need(1, 11) for number in range(1000)}
+    asked = []
+
+    class Counting(pj.Consolidate):
+        def place(self, loads, one):
+            asked.append(one)
+            return super().place(loads, one)
+
+    placement = Counting()
+    assert relieved([load(1000, -11000), load(1)], [queue, {}], placement) == []
+    assert 0 < len(asked) < 100
+    asked.clear()
+    assert relieved([load(1000, -11000), load(4)], [queue, {}], placement) == []
+    assert not asked
 
 
 def test_who_is_to_leave_may_run():

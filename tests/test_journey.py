@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import dataclasses
-import time
 from concurrent.futures import Future
 
 import pytest
@@ -11,7 +10,7 @@ import pytest
 import punica_jax as pj
 from punica_jax import journey as journey_module
 from punica_jax.journey import journey
-from punica_jax.members import Members, Ticket
+from punica_jax.members import Members
 from tests.engine_cases import run
 from tests.test_members import STATE, need
 
@@ -34,7 +33,7 @@ class Host:
     """Answers with what it is told to; waits where that is an event."""
 
     config = pj.EngineConfig()
-    num_open_kv_pages = 10
+    gauges = pj.EngineGauges(num_waiting=0, num_open_kv_pages=10, has_ended=False)
 
     def __init__(self, *answers):
         self._answers = list(answers)
@@ -46,6 +45,8 @@ class Host:
             if isinstance(item, asyncio.Event):
                 await item.wait()
             elif isinstance(item, Exception):
+                if isinstance(item, pj.EngineClosedError):
+                    self.gauges = dataclasses.replace(self.gauges, has_ended=True)
                 raise item
             else:
                 yield item
@@ -60,11 +61,11 @@ class Host:
         self.cancelled.append(request_id)
 
 
-def begin(*hosts):
+def begin(*hosts, terms=STATE.terms):
     members = Members(hosts, pj.Consolidate())
-    ticket = members.enter("r", need())
+    ticket = members.enter("r", need(), terms)
 
-    def start(engine, here):
+    def start(engine, here, terms):
         return engine.generate("prompt", request_id=here)
 
     return members, ticket, journey(ticket, hosts, members, start)
@@ -72,8 +73,9 @@ def begin(*hosts):
 
 def take_out(members, ticket, target=1, state=STATE):
     """Do what a mover does."""
-    moving = ticket.state = Future()
-    members.move(ticket, target, state)
+    moving = ticket.moving = Future()
+    moving.set_running_or_notify_cancel()
+    members.move(ticket, target)
     moving.set_result(state)
 
 
@@ -100,7 +102,7 @@ def test_a_request_that_moves(end):
         go.set()
         rest = await collect(pieces)
         assert [one.text for one in rest] == ["b", ""] and rest[-1].completion is DONE
-        assert members.alive == [0, 1] and not len(members)
+        assert 1 in members.alive and not len(members)
         assert hosts[1].asked == [(STATE, "r #2")]
 
     run(main())
@@ -115,9 +117,9 @@ def test_completions_come_once():
         first = Host([piece("a"), ends[0], go, piece("", CUT, 1)])
         hosts = first, Host([ends[0], piece("b", None, 1), ends[1]])
         members = Members(hosts, pj.Consolidate())
-        ticket = members.enter("r", need(num_sequences=2))
+        ticket = members.enter("r", need(num_sequences=2), STATE.terms)
         pieces = journey(
-            ticket, hosts, members, lambda e, h: e.generate("", request_id=h)
+            ticket, hosts, members, lambda e, h, _: e.generate("", request_id=h)
         )
         got = [await anext(pieces), await anext(pieces)]
         take_out(members, ticket)
@@ -145,7 +147,7 @@ def test_what_a_caller_takes_out_amid_a_move_is_its_own(end):
         members, ticket, pieces = begin(Host([piece("a"), go, end]), Host())
         await anext(pieces)
         take_out(members, ticket)
-        assert await members.taken(ticket) is STATE
+        assert await members.state_of(ticket) is STATE
         go.set()
         if isinstance(end, Exception):
             with pytest.raises(pj.EngineClosedError):
@@ -153,7 +155,7 @@ def test_what_a_caller_takes_out_amid_a_move_is_its_own(end):
         else:
             assert (await collect(pieces))[-1].completion is CUT
         # The other engine has not ended: it was never asked.
-        assert members.alive == [0, 1] and not len(members)
+        assert 1 in members.alive and not len(members)
 
     run(main())
 
@@ -188,28 +190,80 @@ def test_an_engine_that_ends_before_a_request_goes_on_there():
     run(main())
 
 
-def test_cancelling_amid_the_way(monkeypatch):
+def test_cancelling_before_an_engine_knows_of_it():
+    async def main():
+        go = asyncio.Event()
+        host = Host([piece("a"), go, piece("b"), piece("", DONE)])
+        _, ticket, pieces = begin(host)
+        await anext(pieces)
+        ticket.is_cancelled = True  # what its engine was told was too soon
+        go.set()
+        await collect(pieces)
+        assert set(host.cancelled) == {"r #1"}
+
+    run(main())
+
+
+def test_a_full_queue_is_not_for_one_that_was_let_in(monkeypatch):
     monkeypatch.setattr(journey_module, "_POLL_S", 0.001)
+    full = pj.QueueFullError("too many wait")
 
     async def main():
-        go, ended = asyncio.Event(), asyncio.Event()
-        hosts = Host([piece("a"), go, piece("", CUT)]), Host([ended, piece("", DONE)])
-        members, ticket, pieces = begin(*hosts)
+        go = asyncio.Event()
+        second = Host([full], [full], [piece("b"), piece("", DONE)])
+        first = Host([piece("a"), go, piece("", CUT)])
+        members, ticket, pieces = begin(first, second)
+        await anext(pieces)
+        members.set_open(0, False)
+        take_out(members, ticket)
+        go.set()
+        assert [one.text for one in await collect(pieces)] == ["b", ""]
+        # A new one is refused.
+        members, _, pieces = begin(Host([full]))
+        with pytest.raises(pj.QueueFullError, match="too many wait"):
+            await collect(pieces)
+        assert not len(members)
+
+    run(main())
+
+
+def test_a_deadline_is_the_callers():
+    late = pj.DeadlineError("a request was not answered within its deadline of 0.001 s")
+    terms = pj.Terms(deadline_s=30.0)
+
+    async def main():
+        go = asyncio.Event()
+        first = Host([piece("a"), go, piece("", CUT)])
+        hosts = first, Host([piece("b"), late])
+        members, ticket, pieces = begin(*hosts, terms=terms)
         await anext(pieces)
         take_out(members, ticket)
         go.set()
-        rest = asyncio.create_task(collect(pieces))
-        while not hosts[1].asked:
-            await asyncio.sleep(0)
-        assert not hosts[1].cancelled
-        ticket.is_cancelled = True
-        while not hosts[1].cancelled:
-            await asyncio.sleep(0)
-        ended.set()
-        await rest
-        num = len(hosts[1].cancelled)
-        await asyncio.sleep(0.01)
-        assert set(hosts[1].cancelled) == {"r #2"} and len(hosts[1].cancelled) == num
+        with pytest.raises(
+            pj.DeadlineError, match="its deadline of 30 s, at 2 engines"
+        ):
+            await collect(pieces)
+        [(state, _)] = hosts[1].asked
+        assert 29 < state.terms.deadline_s < 30
+        _, _, pieces = begin(Host([late]), terms=terms)
+        with pytest.raises(pj.DeadlineError, match=r"deadline of 0.001 s"):
+            await collect(pieces)
+
+    run(main())
+
+
+def test_weights_that_were_replaced_amid_the_way():
+    async def main():
+        go = asyncio.Event()
+        hosts = Host([piece("a"), go, piece("", CUT)]), Host([])
+        members, ticket, pieces = begin(*hosts)
+        await anext(pieces)
+        take_out(members, ticket)
+        members.note_other_weights(ticket.need.adapter)
+        go.set()
+        with pytest.raises(pj.RequestError, match="got other weights while a request"):
+            await collect(pieces)
+        assert not hosts[1].asked and not len(members)
 
     run(main())
 
@@ -227,15 +281,3 @@ def test_leaving_amid_the_way():
         assert not len(members) and not members.num_at(1)
 
     run(main())
-
-
-def test_times_are_what_is_left_of_them():
-    ticket = Ticket("r", need(), 0)
-    ticket.arrived_s = time.monotonic() - 2
-    terms = pj.Terms(priority=3, deadline_s=5.0, first_token_s=1.0)
-    aged = journey_module._aged(dataclasses.replace(STATE, terms=terms), ticket)
-    assert aged.terms.deadline_s == pytest.approx(3, abs=0.5)
-    assert aged.terms.first_token_s == journey_module._LEAST_S
-    assert aged.terms.priority == 3
-    untimed = dataclasses.replace(STATE, terms=pj.Terms(priority=3))
-    assert journey_module._aged(untimed, ticket) == untimed

@@ -236,6 +236,55 @@ def _first_tokens(row: Record, kind: str) -> list[str]:
     return [str(row[f"num_{kind}"]), " / ".join(times)]
 
 
+def clusters(results: Path) -> str:
+    """Engines on several devices, and what a request that moves waits for."""
+    rows = last_of(load(results, "cluster_scaling"), "shape", "layers", "engines")
+    moves = last_of(load(results, "cluster_move"), "shape", "layers")
+    columns = ["model", "engines", "requests", "decode step", "tokens/s"]
+    lines = [
+        (
+            row,
+            [
+                row["shape"],
+                row["engines"],
+                row["engines"] * row["seats"],
+                _number(row["step_ms"], 2),
+                _number(row["tokens_per_s"]),
+            ],
+        )
+        for row in sorted(rows, key=lambda row: (row["shape"], row["engines"]))
+    ]
+    title = (
+        "Engines on several devices in one process, all seats taken, each request "
+        "under an adapter of its own; milliseconds of a step of each"
+    )
+    columns_of_moves = ["model", "requests", "tokens of each", "median", "slowest"]
+    columns_of_moves.append("between tokens else")
+    lines_of_moves = [
+        (
+            row,
+            [
+                *(row[key] for key in ("shape", "requests", "tokens")),
+                *(_number(row[key], 0) for key in ("median_ms", "slowest_ms")),
+                _number(row["usual_ms"], 1),
+            ],
+        )
+        for row in moves
+    ]
+    title_of_moves = (
+        "All requests of one engine at once go on at another, computed again there: "
+        "milliseconds that their callers wait for the next piece"
+    )
+    return "\n\n".join(
+        (
+            by_record(title, columns, lines),
+            by_record(title_of_moves, columns_of_moves, lines_of_moves),
+        )
+        if rows
+        else ()
+    )
+
+
 def scheduling(results: Path) -> str:
     """What a step costs the host, however many devices there are."""
     path = results / "scheduling_cpu.jsonl"
@@ -290,5 +339,5 @@ def goals(results: Path) -> str:
 def measured(results: Path = RESULTS) -> str:
     """Return the whole section of what was measured."""
     parts: list[Callable[[Path], str]]
-    parts = [trace, batch, cold, copy, churn, scheduling, goals]
+    parts = [trace, batch, cold, copy, churn, clusters, scheduling, goals]
     return "\n\n".join(text for part in parts if (text := part(results)))

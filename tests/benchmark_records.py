@@ -174,3 +174,17 @@ def serving_records():
         {**about, **record, "benchmark": f"serving_{record['benchmark']}"}
         for record in records
     ]
+
+
+def cluster_records():
+    """Return one run of two engines."""
+    about = {"shape": "7B", "layers": None, "seats": 32, **WHERE}
+    steps = ((2, 5.2, 12300.4), (1, 5.4, 5900.0))
+    scaling = [
+        {"benchmark": "cluster_scaling", "engines": engines, "step_ms": step_ms}
+        | {"tokens_per_s": tokens_per_s}
+        for engines, step_ms, tokens_per_s in steps
+    ]
+    times = {"median_ms": 366.4, "slowest_ms": 603.4, "usual_ms": 5.71}
+    move = {"benchmark": "cluster_move", "requests": 32, "tokens": 224, **times}
+    return [{**about, **record} for record in (*scaling, move)]

@@ -128,3 +128,20 @@ def test_parts_without_records_are_absent(results):
     assert readme_serving.measured(results) == readme_serving.cold(results)
     write(results, [])
     assert readme_serving.measured(results) == ""
+
+
+def test_clusters(results):
+    assert readme_serving.clusters(results) == ""
+    write(results, made.cluster_records())
+    scaling, moves = readme_serving.clusters(results).split("\n\nAll requests")
+    assert lines_of(scaling) == [
+        "| model | engines | requests | decode step | tokens/s |",
+        "| 7B | 1 | 32 | 5.40 | 5900 |",
+        "| 7B | 2 | 64 | 5.20 | 12300 |",
+    ]
+    assert lines_of(moves) == [
+        "| model | requests | tokens of each | median | slowest "
+        "| between tokens else |",
+        "| 7B | 32 | 224 | 366 | 603 | 5.7 |",
+    ]
+    assert ABOUT in scaling and ABOUT in moves

@@ -9,6 +9,7 @@ from benchmarks import (
     adapters,
     attention,
     ceilings,
+    cluster,
     device_time,
     dispatch,
     order,
@@ -218,3 +219,19 @@ def test_attention_beside_a_prompt(run, tiny_attention):
     (record,) = run(attention, "tiny")
     assert record["us"] > 0 and record["prompt_len"] == 6
     assert record["config"] == "as chosen"
+
+
+@pytest.mark.slow
+def test_cluster(run):
+    records = run(cluster, "--shape tiny --seats 2 --new 40 --step-rows 8")
+    one, two, move = records
+    assert (one["benchmark"], one["engines"]) == ("cluster_scaling", 1)
+    assert two["engines"] == 2 and min(one["tokens_per_s"], two["step_ms"]) > 0
+    assert (move["benchmark"], move["requests"]) == ("cluster_move", 2)
+    assert move["slowest_ms"] >= move["median_ms"] > 0 and move["usual_ms"] > 0
+
+
+def test_a_cluster_has_several_engines(run, capsys):
+    with pytest.raises(SystemExit):
+        run(cluster, "--devices 1")
+    assert "--devices must be at least 2, got 1" in capsys.readouterr().err

@@ -96,21 +96,28 @@ class Bench:
     def _num_steps(self) -> int:
         return sum(engine.num_steps for engine in self._cluster.stats().engines)
 
-    async def _all_run(self, count: int, least: int) -> None:
-        """Wait until so many run, and their engines have made some further steps."""
-        while sum(one.num_running for one in self._cluster.stats().engines) < count:
+    async def _all_run(
+        self, tasks: "Sequence[asyncio.Task[list[float]]]", least: int
+    ) -> None:
+        """Wait until all have seats, and their engines have made some further steps."""
+
+        def num_running() -> int:
+            assert not any(task.done() for task in tasks), "--new is too small"
+            return sum(one.num_running for one in self._cluster.stats().engines)
+
+        while num_running() < len(tasks):
             await asyncio.sleep(0.005)
         end = self._num_steps() + least
-        while self._num_steps() < end:
+        while self._num_steps() < end and num_running():
             await asyncio.sleep(0.005)
 
     async def scaling(self, num_engines: int) -> dict[str, Any]:
         """Fill so many engines; return what they give while all seats are taken."""
         tasks = self._begin(num_engines * self._seats)
-        await self._all_run(len(tasks), 8 * num_engines)
+        await self._all_run(tasks, 8 * num_engines)
         first, start_s = self._num_steps(), time.monotonic()
         # Nobody has ended by then, whoever began first.
-        await self._all_run(len(tasks), num_engines * self._new // 2)
+        await self._all_run(tasks, num_engines * self._new // 2)
         steps, spent_s = self._num_steps() - first, time.monotonic() - start_s
         await asyncio.gather(*tasks)
         return {
@@ -121,15 +128,14 @@ class Bench:
 
     async def move(self) -> dict[str, Any]:
         """Move all requests of the first engine amid their answers."""
-        self._cluster.undrain(0)
-        await self._cluster.drain(1)
+        for place in range(1, len(self._cluster.engines)):
+            await self._cluster.drain(place)
         tasks = self._begin(self._seats)
-        await self._all_run(len(tasks), self._new // 2)
+        await self._all_run(tasks, self._new // 2)
         self._cluster.undrain(1)
         start_s = time.monotonic()
         await self._cluster.drain(0)
         every = await asyncio.gather(*tasks)
-        self._cluster.undrain(0)
         gaps = [
             max(b - a for a, b in itertools.pairwise(times) if b > start_s)
             for times in every

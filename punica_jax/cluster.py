@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import os
+import threading
 import time
 import weakref
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence, Sized
@@ -91,6 +92,7 @@ class Cluster:
         self.max_model_len = first.max_model_len
         self._members = Members(self.engines, placement)
         self._mover = Mover(self.engines, self._members)
+        self._naming = threading.Lock()
         weakref.finalize(self, self._mover.stop).atexit = False
         self._mover.start()
 
@@ -158,6 +160,7 @@ class Cluster:
                 with contextlib.suppress(ValueError):
                     state = await self.engines[place].export(here)
             if state is not None:
+                self._members.leave(ticket)  # its reader gets the end of it
                 return dataclasses.replace(state, terms=ticket.terms)
             is_over = ticket.at[1] == here and has_begun and ticket.moving is None
             if is_over or time.monotonic() > end_s:
@@ -173,7 +176,7 @@ class Cluster:
         A request under other weights that moves between engines at this very moment
         fails with `RequestError`.
         """
-        with self._members.frozen(name):
+        with self._members.frozen(name), self._naming:
             self._register(self._alive(), name, source, options)
 
     async def load_adapter(
@@ -186,9 +189,13 @@ class Cluster:
         """
         with self._members.frozen(name):
             await self._settle(name)
-            first, *others = self._alive()
-            await first.load_adapter(name, source, **options)
-            self._register(others, name, source, options)
+            version = self._members.version_of(name)
+            first = await self._loaded(name, source, options)
+            with self._naming:
+                others = [engine for engine in self._alive() if engine is not first]
+                if version != self._members.version_of(name):
+                    others.append(first)  # somebody came between: the last one counts
+                self._register(others, name, source, options)
 
     async def unload_adapter(self, name: str, *, cancel: bool = False) -> None:
         """Forget an adapter on all engines; see `Engine`.
@@ -224,7 +231,7 @@ class Cluster:
         """
         self._members.set_open(self._place(place), False)
         self._mover.wake()
-        while self._members.num_at(place):
+        while self._members.hands_on(place):
             await asyncio.sleep(_POLL_S)
 
     def undrain(self, place: int) -> None:
@@ -275,6 +282,21 @@ class Cluster:
         num_tokens = [num_prompt + len(one.token_ids) for one in state.samples]
         return self._need(state.adapter, num_tokens)
 
+    async def _loaded(
+        self, name: str, source: AdapterSource, options: Mapping[str, Any]
+    ) -> Engine:
+        """Have one engine load an adapter; return it."""
+        while True:
+            engine = self._alive()[0]
+            try:
+                await engine.load_adapter(name, source, **options)
+                return engine
+            except EngineClosedError:
+                pass  # it has ended: the next one
+            except asyncio.CancelledError:
+                self._members.note_other_weights(name)  # it may be there
+                raise
+
     def _register(
         self,
         engines: Sequence[Engine],
@@ -282,12 +304,10 @@ class Cluster:
         source: AdapterSource,
         options: Mapping[str, Any],
     ) -> None:
-        try:
-            for engine in engines:
-                with contextlib.suppress(EngineClosedError):
-                    engine.register_adapter(name, source, **options)
-        finally:
-            self._members.note_other_weights(name)
+        for engine in engines:
+            with contextlib.suppress(EngineClosedError):
+                engine.register_adapter(name, source, **options)
+        self._members.note_other_weights(name)
 
     async def _settle(self, name: str) -> None:
         """Wait for an adapter's requests that are at no engine, if they are read."""

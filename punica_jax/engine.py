@@ -209,7 +209,8 @@ class Engine:
         Raises:
           ValueError: it is no `RequestState`, or contradicts itself, or the adapter of
             its name has other weights here: digests tell, as soon as they are known on
-            both sides; until then it goes on. And as `generate`.
+            both sides; until then it goes on. And as `generate`, but that no queue is
+            too full for one that was let in elsewhere.
         """
         check_state(state)
         fields = state.prompt_token_ids, state.adapter, state.sampling, state.terms

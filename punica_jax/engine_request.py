@@ -33,6 +33,7 @@ class EngineRequest:
     Attributes:
       name: its id; made where none is given.
       sequences: one for each completion.
+      is_resumed: whether it goes on from elsewhere, where it was let in.
       loop: the asker's event loop.
       fresh: what has come and is not handed over.
     """
@@ -51,6 +52,7 @@ class EngineRequest:
         self.sampling = sampling
         self.terms = terms
         self.fresh = fresh
+        self.is_resumed = False
         self.loop = asyncio.get_running_loop()
         self.news: asyncio.Queue[list[Piece | Exception]] = asyncio.Queue()
 
@@ -95,6 +97,7 @@ class EngineRequest:
                 f"a state must have a sample for each of n = {len(self.sequences)} "
                 f"completions, got {len(samples)}"
             )
+        self.is_resumed = True
         for sequence, sample in zip(self.sequences, samples, strict=True):
             if max(sample.token_ids, default=0) >= vocab_size:
                 raise ValueError(

@@ -3,21 +3,18 @@
 Knows what has come of it, and that it may be taken out amid it; nothing of why.
 """
 
-import asyncio
 import contextlib
 import dataclasses
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Protocol
 
-from punica_jax.engine_request import EngineClosedError, QueueFullError
+from punica_jax.engine_request import EngineClosedError
 from punica_jax.members import Members
 from punica_jax.request import DeadlineError, SamplingParams, Terms
 from punica_jax.request_state import RequestState
 from punica_jax.sequence import DEFAULT_TERMS
 from punica_jax.stream import Piece
 from punica_jax.tickets import Ticket
-
-_POLL_S = 0.01
 
 
 class Host(Protocol):
@@ -68,12 +65,12 @@ async def journey(
                 begun = start(engine, here, ticket.terms_left)
                 async with contextlib.aclosing(begun) as pieces:
                     async for piece in pieces:
-                        has_come = True
-                        members.note_begin(ticket, here)
                         if ticket.is_cancelled:
                             engine.cancel(here)  # it may not have known it before
                         if piece.index in ended:
                             continue  # it ended where the request came from
+                        has_come = True
+                        members.note_begin(ticket, here, is_seated=bool(piece.text))
                         if _is_exported(piece):
                             state = state or await members.state_of(ticket)
                             if state is not None:
@@ -82,24 +79,20 @@ async def journey(
                             ended.add(piece.index)
                             members.end_one(ticket)
                         yield piece
-            except (EngineClosedError, QueueFullError) as error:
+            except EngineClosedError:
                 # It may have been taken out before, and the end of that is not read.
                 state = state or await members.state_of(ticket)
                 if state is None:
                     if has_come or ticket.at[1] != here:
                         raise
-                    if isinstance(error, QueueFullError):
-                        if ticket.num_places < 2:
-                            raise
-                        await asyncio.sleep(_POLL_S)  # it was let in: it waits
                     members.give_again(ticket)
                     continue
             except DeadlineError:
-                if ticket.num_places < 2:
+                if ticket.num_hops == 1:
                     raise
                 raise DeadlineError(
                     "a request was not answered within its deadline of "
-                    f"{ticket.terms.deadline_s:g} s, at {ticket.num_places} engines"
+                    f"{ticket.terms.deadline_s:g} s; it has moved between engines"
                 ) from None
             if state is None:
                 return

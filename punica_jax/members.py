@@ -11,6 +11,7 @@ import dataclasses
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 
 from punica_jax.consolidation import (
     Load,
@@ -32,6 +33,10 @@ Progress = Mapping[int, Mapping[str, RequestProgress]]
 One without is asked for nothing, and given nothing.
 """
 _LOST_S = 60.0  # more than a request takes from the cluster to its engine
+
+
+Moving = tuple[Ticket, int, "Future[RequestState | None]"]
+"""A request that is to be taken out, the place it goes to, and what tells its state."""
 
 
 class Members:
@@ -79,13 +84,13 @@ class Members:
             self._tickets[name] = ticket
             return ticket
 
-    def note_begin(self, ticket: Ticket, here: str) -> None:
+    def note_begin(self, ticket: Ticket, here: str, *, is_seated: bool) -> None:
         """Take note that something has come of a request, if it is still there."""
-        if not ticket.has_begun:
+        if not (ticket.has_begun and ticket.need.is_seated):
             with self._lock:
                 if ticket.at[1] == here:
                     ticket.has_begun = True
-                    self._note_need(ticket, is_seated=True)
+                    self._note_need(ticket, is_seated=is_seated)
 
     def end_one(self, ticket: Ticket) -> None:
         """Take note that a caller has got a completion; with the last one it leaves."""
@@ -113,21 +118,28 @@ class Members:
             self._members[ticket.at[0]].remove(ticket)
             self._add(ticket, self._place_of(ticket))
 
-    def move(self, ticket: Ticket, target: int) -> None:
-        """Have a request that was taken out be at another engine.
+    def move(self, ticket: Ticket, target: int | None) -> None:
+        """Have a request that was to be taken out be at another engine.
 
         Where that has ended meanwhile or is drained it is another one, or the old one.
+
+        Args:
+          ticket: the request.
+          target: the engine's place; None if it could not be taken out.
         """
         with self._lock:
+            if target is None:
+                ticket.moving = None
+                return
             if self._tickets.get(ticket.name) is not ticket:
                 return  # whoever asked has left
             source = ticket.at[0]
-            self._members[source].remove(ticket)
             if not self._members[target].load.is_open:
                 try:
                     target = self._place_of(ticket)
-                except EngineClosedError:
+                except Exception:  # also of a placement of the user's
                     target = source
+            self._members[source].remove(ticket)
             self._add(ticket, target)
             self.num_moves += target != source
 
@@ -162,6 +174,10 @@ class Members:
             with self._lock:
                 self._frozen[adapter] -= 1
 
+    def version_of(self, adapter: str) -> int:
+        """Return which weights an adapter's name stands for now."""
+        return self._versions[adapter]
+
     def note_other_weights(self, adapter: str) -> None:
         """Take note that a name stands for others now: who began before stays."""
         with self._lock:
@@ -194,6 +210,11 @@ class Members:
     def num_at(self, place: int) -> int:
         """Return how many requests an engine has."""
         return len(self._members[place].tickets)
+
+    def hands_on(self, place: int) -> bool:
+        """Tell whether an engine that is drained has requests still."""
+        member = self._members[place]
+        return bool(member.tickets) and not member.is_open and not member.has_ended
 
     def loads(self) -> list[Load]:
         """Return what each has to do."""
@@ -228,10 +249,13 @@ class Members:
           Where cancelled ones are still under way: their engines may have heard of that
           before they had them.
         """
-        found = []
+        found, lost_s = [], time.monotonic() - _LOST_S
         with self._lock:
-            for place, known in progress.items():
-                for here, ticket in list(self._members[place].tickets.items()):
+            for place, member in enumerate(self._members):
+                known = {} if member.has_ended else progress.get(place)
+                if known is None:
+                    continue
+                for here, ticket in list(member.tickets.items()):
                     if (own := known.get(here)) is not None:
                         ticket.has_begun = ticket.was_listed = True
                         self._note_need(
@@ -242,24 +266,24 @@ class Members:
                         )
                         if ticket.is_cancelled:
                             found.append((place, here))
-                    elif ticket.moving is None and (
-                        ticket.was_listed or time.monotonic() - ticket.sat_s > _LOST_S
-                    ):
+                    elif ticket.sat_s < lost_s and not ticket.is_being_taken:
+                        self.leave(ticket)  # nobody reads it
+                    elif ticket.was_listed and ticket.moving is None:
                         self.leave(ticket)
         return found
 
-    def relieved(self, progress: Progress) -> list[tuple[Ticket, int]]:
-        """Return who lacks what another engine has, with that one's place."""
+    def relieved(self, progress: Progress) -> list[Moving]:
+        """Return who lacks what another engine has; they are moving from then on."""
         with self._lock:
             loads, requests = self._view(progress)
             moves = relief(self.placement, loads, requests)
-            return self._tickets_of(moves)
+            return [self._begin_move(move) for move in moves]
 
-    def gathered(self, progress: Progress) -> list[tuple[Ticket, int]]:
-        """Return who should move for the placement's reasons, and where to."""
+    def gathered(self, progress: Progress) -> list[Moving]:
+        """Return who should move for the placement's reasons; they do from then on."""
         with self._lock:
             moves = self.placement.gathered(*self._view(progress))
-            return self._tickets_of(moves)
+            return [self._begin_move(move) for move in moves]
 
     # With the lock.
 
@@ -288,11 +312,11 @@ class Members:
         is_known = ticket.version == self._versions[adapter]
         return is_wanted and is_known and not self._frozen[adapter]
 
-    def _tickets_of(self, moves: Sequence[Move]) -> list[tuple[Ticket, int]]:
-        return [
-            (self._members[move.source].tickets[move.name], move.target)
-            for move in moves
-        ]
+    def _begin_move(self, move: Move) -> Moving:
+        ticket = self._members[move.source].tickets[move.name]
+        ticket.moving = moving = Future()
+        moving.set_running_or_notify_cancel()  # whoever awaits it may leave
+        return ticket, move.target, moving
 
     def _place_of(self, ticket: Ticket) -> int:
         """Return who takes a request: by the placement, or the shortest queue."""
@@ -311,9 +335,12 @@ class Members:
         self._members[place].add(ticket)
 
     def _note_need(self, ticket: Ticket, **changed: int) -> None:
+        need = dataclasses.replace(ticket.need, **changed)
+        if need == ticket.need:
+            return
         member = self._members[ticket.at[0]]
         is_there = ticket.at[1] in member.tickets
         member.remove(ticket)
-        ticket.need = dataclasses.replace(ticket.need, **changed)
+        ticket.need = need
         if is_there:
             member.add(ticket)

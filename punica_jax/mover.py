@@ -95,6 +95,8 @@ class Mover:
             except Exception:
                 _log.exception("requests stay where they are")
             await self._wait()
+        if self._moves:  # what an engine was asked for comes, or that it has ended
+            await asyncio.wait(self._moves)
 
     async def _wait(self) -> None:
         """Wait for a moment, and where nobody is under way until somebody comes."""
@@ -118,6 +120,8 @@ class Mover:
             return
         self._asked_s = now_s
         answers = await asyncio.gather(*map(self._progress, alive))
+        if self._is_closing:
+            return
         known = {place: own for place, own in answers if own is not None}
         for place, here in self._members.note_progress(known):
             self._engines[place].cancel(here)
@@ -125,10 +129,8 @@ class Mover:
         if gathers and not plan:
             self._gathered_s = now_s
             plan = self._members.gathered(known)
-        for ticket, target in plan:
-            ticket.moving = moving = Future()
-            moving.set_running_or_notify_cancel()  # whoever awaits it may leave
-            task = asyncio.create_task(self._move(ticket, target, moving))
+        for one in plan:
+            task = asyncio.create_task(self._move(*one))
             self._moves.add(task)
             task.add_done_callback(self._moves.discard)
 
@@ -152,8 +154,6 @@ class Mover:
         try:
             with contextlib.suppress(ValueError, EngineClosedError):
                 state = await self._engines[place].export(here)
-                self._members.move(ticket, target)
         finally:
-            if state is None:
-                ticket.moving = None
+            self._members.move(ticket, None if state is None else target)
             moving.set_result(state)

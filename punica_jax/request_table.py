@@ -68,7 +68,7 @@ class RequestTable:
         Raises:
           UnknownAdapterError: no adapter has the name that it wants.
           ValueError: another one under way has its id.
-          QueueFullError: too many wait already.
+          QueueFullError: too many wait already, and it does not go on from elsewhere.
         """
         if (adapter := request.sequences[0].adapter) is not None:
             if self._residence[adapter] is self._leaving.get(adapter):
@@ -78,7 +78,7 @@ class RequestTable:
             raise ValueError(f"a request with the id {request.name!r} is under way")
         scheduler, num = self._loop.scheduler, len(request.sequences)
         room = self._max_waiting + scheduler.num_free_seats
-        if scheduler.num_waiting + num > room:
+        if scheduler.num_waiting + num > room and not request.is_resumed:
             raise QueueFullError(
                 f"{scheduler.num_waiting} sequences wait already, and the request "
                 f"would bring {num} more; {room} may now: max_waiting = "

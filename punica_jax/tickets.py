@@ -39,7 +39,7 @@ class Ticket:
       has_begun: whether its engine has it.
       was_listed: whether its engine has said so.
       num_left: completions that its caller has not got the end of.
-      num_places: engines that it was given to.
+      num_hops: how often it was given to an engine.
       moving: while it is taken out of its engine, and until it is asked for: from what
         it goes on; None if it had ended.
       is_cancelled: whether nobody wants it any more.
@@ -48,28 +48,33 @@ class Ticket:
     def __init__(self, name: str, need: Need, terms: Terms, version: int):
         self.name, self.need, self.terms, self.version = name, need, terms, version
         self.num_left = need.num_sequences
-        self.at, self.num_places = (-1, ""), 0
+        self.at, self.num_hops = (-1, ""), 0
         self.has_begun = self.was_listed = self.is_cancelled = False
         self.moving: Future[RequestState | None] | None = None
         self._arrived_s = self.sat_s = time.monotonic()
 
     def sit(self, place: int) -> None:
         """Take note of where it is now."""
-        self.num_places += 1
-        self.at = place, f"{self.name} #{self.num_places}"
+        self.num_hops += 1
+        self.at = place, f"{self.name} #{self.num_hops}"
         self.has_begun = self.was_listed = False
         self.need = dataclasses.replace(self.need, is_seated=False)
         self.sat_s = time.monotonic()
 
     @property
+    def is_being_taken(self) -> bool:
+        """Whether its engine was asked for its state, and has not answered."""
+        return self.moving is not None and not self.moving.done()
+
+    @property
     def is_between(self) -> bool:
         """Whether it has left an engine, and another one does not have it yet."""
-        return self.moving is not None or (self.num_places > 1 and not self.has_begun)
+        return self.moving is not None or (self.num_hops > 1 and not self.has_begun)
 
     @property
     def terms_left(self) -> Terms:
         """Its terms with what is left of their times, which begin anew elsewhere."""
-        if self.num_places < 2:
+        if self.num_hops < 2:
             return self.terms
         age_s = time.monotonic() - self._arrived_s
         left = {

@@ -14,7 +14,7 @@ import pytest
 
 import punica_jax as pj
 from punica_jax import cluster as cluster_module
-from punica_jax import mover
+from punica_jax import members, mover
 from tests.engine_cases import (
     CONFIG,
     GREEDY,
@@ -132,6 +132,34 @@ def resuming_later(engine):
         yield go
 
 
+@contextlib.contextmanager
+def slow(*engines):
+    """Have steps take so long that a request does not end before it is looked for."""
+    with pytest.MonkeyPatch.context() as patch:
+        for engine in engines:
+            step = engine._loop.step
+
+            def stepping(step=step):
+                time.sleep(0.005)
+                return step()
+
+            patch.setattr(engine._loop, "step", stepping)
+        yield
+
+
+@pytest.fixture
+def slowly(restless):
+    with slow(*restless.engines):
+        yield
+
+
+def place_of(cluster, name):
+    """Return where a request is, which must be under way."""
+    ticket = cluster._members.find(name)
+    assert ticket is not None, "it has ended"
+    return ticket.at[0]
+
+
 async def at(cluster, name, place):
     """Wait until a request runs at an engine."""
 
@@ -165,7 +193,11 @@ def test_one_of_two_samples_may_have_ended(restless, placement, alone):
     sampling = dataclasses.replace(sampling, stop_token_ids=[early])
     want = alone("hello", "a", sampling)
     placement.wanted = None
-    assert_same(ask(restless, "hello", "a", sampling), want)
+    num_moves = restless.stats().num_moves
+    with slow(*restless.engines):
+        assert_same(ask(restless, "hello", "a", sampling), want)
+    # Some before, and many after the first has ended.
+    assert restless.stats().num_moves > num_moves + 8
 
 
 def test_many_come_go_and_move(restless, placement, alone):
@@ -240,7 +272,7 @@ def test_requests_share_an_engine_and_the_last_one_joins_them(root, alone):
         assert cluster.stats().loads[1].num_sequences == 0
         return await asyncio.gather(*first[1:], last)
 
-    with cluster:
+    with cluster, slow(*cluster.engines):
         answers = run(main())
         check_all_idle(cluster)
     want = alone("hi", "a", long)
@@ -258,7 +290,7 @@ def test_who_loses_its_seat_goes_where_pages_are(root, alone):
         pieces = [cluster.generate(prompt, None, long) for prompt in prompts]
         return await asyncio.gather(*map(completions, pieces))
 
-    with cluster:
+    with cluster, slow(*cluster.engines):
         answers = run(main())
         check_all_idle(cluster)
         stats = cluster.stats()
@@ -317,14 +349,14 @@ def test_a_drained_engine_is_given_back(root, alone):
         ask(cluster, "hi")
 
 
-def test_cancelling_on_the_way(restless, placement, alone):
+def test_cancelling_on_the_way(restless, placement, alone, slowly):
     async def main():
         pieces = restless.generate("hi", "a", LONG, request_id="it")
         answer = asyncio.create_task(completions(pieces))
         await at(restless, "it", 0)
         with resuming_later(restless.engines[1]) as go:
             placement.wanted = {"it": 1}
-            await until(lambda: restless._members.find("it").at[0] == 1)
+            await until(lambda: place_of(restless, "it") == 1)
             restless.cancel("it")
             go.set()
             return await answer
@@ -360,17 +392,23 @@ def test_export_and_resume(restless, placement, alone, is_moving):
     assert [text] == [one.text for one in alone("hi", "a", LONG)]
 
 
-def test_export_of_one_that_nobody_reads(restless, placement):
+def test_export_of_one_that_nobody_reads(restless, placement, slowly):
     """Whoever asks first gets its state, also one that was taken out to be moved."""
 
     async def main():
         pieces = restless.generate("hi", "a", LONG, request_id="it")
         await anext(pieces)
         placement.wanted = {"it": 1}
-        await until(lambda: restless._members.find("it").at[0] == 1)
+        await until(lambda: place_of(restless, "it") == 1)
         state = await restless.export("it")
+        # Its id is free at once, as at an engine.
+        again = restless.resume(state, request_id="it")
         rest = [piece async for piece in pieces]
         assert rest[-1].completion.finish_reason == "exported"
+        [whole] = await completions(again, is_whole=False)
+        assert whole.token_ids[: len(rest[-1].completion.token_ids)] == (
+            rest[-1].completion.token_ids
+        )
         return state, rest[-1].completion
 
     state, cut = run(main())
@@ -442,22 +480,11 @@ def test_a_deadline_is_of_all_engines_together(restless, placement, alone):
     placement.wanted = None
     long = dataclasses.replace(LONG, max_new_tokens=90)
 
-    def slowly(patch):
-        for engine in restless.engines:
-            step = engine._loop.step
-
-            def stepping(step=step):
-                time.sleep(0.005)
-                return step()
-
-            patch.setattr(engine._loop, "step", stepping)
-
     num_moves = restless.stats().num_moves
-    with pytest.MonkeyPatch.context() as patch:
-        slowly(patch)
+    with slow(*restless.engines):
         start_s = time.monotonic()
         terms = pj.Terms(deadline_s=0.4)
-        with pytest.raises(pj.DeadlineError, match=r"its deadline of 0\.4 s, at"):
+        with pytest.raises(pj.DeadlineError, match=r"its deadline of 0\.4 s; it"):
             ask(restless, "h", "a", long, terms=terms)
         assert 0.4 <= time.monotonic() - start_s < 5
         # Moves take none of it.
@@ -467,7 +494,9 @@ def test_a_deadline_is_of_all_engines_together(restless, placement, alone):
 
 
 @pytest.mark.parametrize("who", ["reader", "exporter"])
-def test_whoever_leaves_amid_a_move_harms_nobody(restless, placement, alone, who):
+def test_whoever_leaves_amid_a_move_harms_nobody(
+    restless, placement, alone, who, slowly
+):
     """Of several that wait for what was taken out."""
 
     async def main():
@@ -507,6 +536,7 @@ def test_a_full_queue_ends_nothing_that_was_let_in(root, alone):
     with cluster:
         answers = run(main())
         check_all_idle(cluster)
+    assert cluster.stats().num_moves
     refused = [one for one in answers if isinstance(one, Exception)]
     assert all(isinstance(one, pj.QueueFullError) for one in refused)
     assert len(refused) < len(answers) - 4
@@ -527,9 +557,9 @@ def test_a_reader_that_pauses_holds_up_nobody(restless, placement, root, monkeyp
         restless.undrain(0)
         again = restless.generate("hi", "own", LONG, request_id="it")
         await anext(again)
-        place = restless._members.find("it").at[0]
+        place = place_of(restless, "it")
         placement.wanted = {"it": 1 - place}
-        await until(lambda: restless._members.find("it").at[0] != place)
+        await until(lambda: place_of(restless, "it") != place)
         await restless.unload_adapter("own", cancel=True)
         assert [piece async for piece in pieces][-1].completion.token_ids
         # It was at no engine then, for a caller that does not read.
@@ -539,11 +569,18 @@ def test_a_reader_that_pauses_holds_up_nobody(restless, placement, root, monkeyp
     run(main())
 
 
-def test_an_event_loop_that_is_gone(restless, placement, monkeypatch):
+@pytest.mark.parametrize("is_moving", [False, True])
+def test_an_event_loop_that_is_gone(
+    restless, placement, monkeypatch, slowly, is_moving
+):
     monkeypatch.setattr(mover, "_ASK_S", 0.01)
+    monkeypatch.setattr(members, "_LOST_S", 0.2)
     loop = asyncio.new_event_loop()
     pieces = restless.generate("hi", "a", LONG, request_id="it")
     loop.run_until_complete(anext(pieces))
+    if is_moving:
+        placement.wanted = {"it": 1}
+        run(until(lambda: place_of(restless, "it") == 1))
     loop.close()
     run(until(lambda: restless._members.find("it") is None))
     assert ask(restless, "hi", None, GREEDY, request_id="it")
@@ -610,6 +647,16 @@ def test_two_event_loops_and_all_that_can_happen(restless, placement, alone, roo
         thread.join()
     assert not failures, failures
     check_all_idle(restless)
+
+    async def one_each():
+        own = (
+            completions(engine.generate("hi", "own", LONG))
+            for engine in restless.engines
+        )
+        return await asyncio.gather(*own)
+
+    first, second = run(one_each())
+    assert first == second, "engines have other weights under one name"
     run(restless.unload_adapter("own"))
 
 
@@ -652,18 +699,23 @@ def test_an_engine_that_ends(root, alone, monkeypatch):
             cluster.register_adapter("new", root / "adapters" / "d")
 
 
-def test_closing_ends_what_is_under_way(root):
-    cluster = make_cluster(root)
+@pytest.mark.parametrize("is_moving", [False, True])
+def test_closing_ends_what_is_under_way(root, is_moving):
+    cluster = make_cluster(root, placement=Restless())
+    if is_moving:
+        cluster._members.placement.wanted = None
 
     async def main():
-        pieces = cluster.generate("hi", "a", LONG, request_id="it")
-        answer = asyncio.create_task(completions(pieces))
-        await at(cluster, "it", 0)
-        cluster.close()
-        with pytest.raises(pj.EngineClosedError):
-            await answer
+        pieces = [cluster.generate("hi", "a", LONG) for _ in range(6)]
+        answers = [asyncio.create_task(completions(one)) for one in pieces]
+        await until(lambda: sum(one.num_running for one in cluster.stats().engines) > 4)
+        await asyncio.to_thread(cluster.close)
+        for answer in answers:
+            with pytest.raises(pj.EngineClosedError):
+                await answer
 
-    run(main())
+    with slow(*cluster.engines):
+        run(main())
     cluster.close()
     assert not cluster._mover._thread.is_alive()
 
@@ -738,7 +790,7 @@ class TestAdapters:
         assert run(main()) == named("own", alone("hi", "e", LONG))
 
     def test_unloading_waits_for_who_is_on_its_way(
-        self, restless, placement, root, alone
+        self, restless, placement, root, alone, slowly
     ):
         async def main():
             await restless.load_adapter("own", root / "adapters" / "e")
@@ -747,7 +799,7 @@ class TestAdapters:
             await at(restless, "it", 0)
             with resuming_later(restless.engines[1]) as go:
                 placement.wanted = {"it": 1}
-                await until(lambda: restless._members.find("it").at[0] == 1)
+                await until(lambda: place_of(restless, "it") == 1)
                 unloading = asyncio.create_task(restless.unload_adapter("own"))
                 await asyncio.sleep(0.05)
                 go.set()

@@ -68,12 +68,20 @@ def progress(*tickets, num_seated=1, num_kv_pages=2):
 
 def relieved(members, known):
     members.note_progress(known)
-    return members.relieved(known)
+    return stayed(members.relieved(known))
 
 
 def gathered(members, known):
     members.note_progress(known)
-    return members.gathered(known)
+    return stayed(members.gathered(known))
+
+
+def stayed(moves):
+    """Return who should have moved, and where to; they could not be taken out."""
+    for ticket, _, moving in moves:
+        assert ticket.moving is moving
+        ticket.moving = None
+    return [move[:2] for move in moves]
 
 
 def test_a_request_has_another_id_at_each_engine():
@@ -116,10 +124,12 @@ def test_who_does_not_sit_was_promised_its_pages():
     assert members.loads()[0].num_open_pages == 7
     members.note_progress({0: progress(ticket, num_seated=0, num_kv_pages=4)})
     assert members.loads()[0].num_open_pages == 3
-    members.note_begin(ticket, "elsewhere")
+    members.note_begin(ticket, "elsewhere", is_seated=True)
     assert members.loads()[0].num_open_pages == 3
     again = enter(members, "s", need(2))
-    members.note_begin(again, again.at[1])
+    members.note_begin(again, again.at[1], is_seated=False)
+    assert again.has_begun and members.loads()[0].num_open_pages == 1
+    members.note_begin(again, again.at[1], is_seated=True)
     assert members.loads()[0].num_open_pages == 3
     members.leave(ticket)
     assert members.loads()[0].num_open_pages == 7
@@ -256,6 +266,53 @@ def test_what_an_engine_has_no_more_is_over():
     assert not len(members)
 
 
+def test_what_was_taken_out_and_is_never_read_is_forgotten():
+    members, engines = make_members()
+    one = enter(members, "1")
+    moving = one.moving = Future()
+    one.sat_s -= 100
+    members.note_progress({0: {}})
+    assert members.find("1") is one  # its engine has not answered
+    members.move(one, 1)
+    moving.set_result(STATE)
+    members.note_progress({0: {}, 1: {}})
+    assert members.find("1") is one and one.is_between  # it has just gone there
+    one.sat_s -= 100
+    members.note_progress({0: {}, 1: {}})
+    assert not len(members) and not members.num_at(1)
+    # An engine that has ended has nothing.
+    other = enter(members, "2")
+    members.note_progress({0: progress(other)})
+    change(engines[0], has_ended=True)
+    members.note_progress({})
+    assert not len(members)
+
+
+def test_what_could_not_be_taken_out_stays():
+    members, _ = make_members()
+    one = enter(members, "1")
+    one.moving = Future()
+    at = one.at
+    members.move(one, None)
+    assert one.moving is None and one.at == at and not members.num_moves
+
+
+def test_a_placement_that_raises_leaves_requests_where_they_are():
+    class Raising(pj.Consolidate):
+        def place(self, loads, one):
+            raise RuntimeError("a placement of the user's")
+
+    members, engines = make_members()
+    one = enter(members, "1")
+    members.placement = Raising()
+    change(engines[1], has_ended=True)
+    members.move(one, 1)
+    assert one.at[0] == 0 and members.num_at(0) == 1
+    with pytest.raises(RuntimeError, match="a placement of the user's"):
+        enter(members, "2")
+    assert members.find("2") is None and members.num_at(0) == 1
+
+
 def test_cancelled_ones_are_told_of_until_they_end():
     members, _ = make_members()
     one, other = enter(members, "1"), enter(members, "2")
@@ -276,8 +333,9 @@ def test_a_drained_engine_hands_on():
     assert relieved(members, {0: progress(one)}) == []
     with pytest.raises(ValueError, match="engine 1 is the last one that takes"):
         members.set_open(1, False)
+    assert members.hands_on(0) and not members.hands_on(1)
     members.set_open(0, True)
-    assert relieved(members, known) == []
+    assert relieved(members, known) == [] and not members.hands_on(0)
     change(engines[1], has_ended=True)
     with pytest.raises(ValueError, match="engine 0 is the last one that takes"):
         members.set_open(0, False)
@@ -398,7 +456,7 @@ def test_many_threads_lose_nothing():
             elif draw < 0.6:
                 members.move(one, rng.randrange(3))
             elif draw < 0.8:
-                members.note_begin(one, one.at[1])
+                members.note_begin(one, one.at[1], is_seated=True)
             else:
                 members.note_progress({one.at[0]: progress(one)})
                 for name in [name for name in own if members.find(name) is None]:

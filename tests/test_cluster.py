@@ -87,7 +87,7 @@ def make_cluster(root, devices=(0, 0), placement=None, **changed):
 
 @pytest.fixture(scope="module")
 def restless(root):
-    with make_cluster(root, (0, 1), Restless()) as cluster:
+    with make_cluster(root, placement=Restless()) as cluster:
         yield cluster
 
 
@@ -861,9 +861,16 @@ def test_an_engine_that_cannot_be_made_ends_the_others(root, monkeypatch):
         run(completions(made[0].generate("hi")))
 
 
-def test_each_engine_has_a_device_of_its_own(restless, placement):
-    for device, engine in zip(jax.devices(), restless.engines, strict=False):
-        runner = engine._runner
-        pools = runner.adapters.pools
-        arrays = jax.tree.leaves((runner._weights, runner._cache, pools))
-        assert all(array.devices() == {device} for array in arrays)
+@pytest.mark.slow
+def test_each_engine_has_a_device_of_its_own(root, alone, compiles):
+    cluster = make_cluster(root, (0, 1), Restless())
+    cluster._members.placement.wanted = None
+    with cluster:
+        for device, engine in zip(jax.devices(), cluster.engines, strict=False):
+            runner = engine._runner
+            pools = runner.adapters.pools
+            arrays = jax.tree.leaves((runner._weights, runner._cache, pools))
+            assert all(array.devices() == {device} for array in arrays)
+        with compiles, slow(*cluster.engines):
+            assert ask(cluster, "hi", "a", LONG) == alone("hi", "a", LONG)
+        assert cluster.stats().num_moves > 1 and not compiles.count

@@ -158,9 +158,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--devices", type=int, default=2, help="an engine each")
     parser.add_argument("--seats", type=int, default=32, help="of an engine")
     parser.add_argument("--new", type=int, default=384, help="tokens of a request")
-    parser.add_argument(
-        "--step-rows", type=int, default=2048, help="of a step, at most"
-    )
+    parser.add_argument("--step-rows", type=int, default=512, help="of a step, at most")
     Log.add_options(parser)
     args = parser.parse_args(words)
     if args.devices < 2:

@@ -116,7 +116,8 @@ class Cluster:
         if isinstance(prompt, str) and prompt:
             prompt = await self._encoded(prompt)
         num = sampling.n if isinstance(sampling, SamplingParams) else 1
-        need = self._need(adapter, [_length(prompt)] * num)
+        length = len(prompt) if isinstance(prompt, Sized) else 0  # it is refused
+        need = self._need(adapter, num, num * self._num_pages(length))
 
         def start(engine: Host, here: str, left: Terms) -> AsyncGenerator[Piece, None]:
             return engine.generate(
@@ -133,7 +134,11 @@ class Cluster:
     ) -> AsyncGenerator[Piece, None]:
         """Go on with a request that was exported; see `Engine`."""
         check_state(state)
-        need = self._need_of(state)
+        num_prompt, samples = len(state.prompt_token_ids), state.samples
+        num_pages = sum(
+            self._num_pages(num_prompt + len(sample.token_ids)) for sample in samples
+        )
+        need = self._need(state.adapter, len(samples), num_pages)
         pieces = self._journey(request_id, need, state.terms, resumed(state))
         async with contextlib.aclosing(pieces):
             async for piece in pieces:
@@ -269,18 +274,16 @@ class Cluster:
         encode = functools.partial(self.tokenizer.encode, prompt)
         return await asyncio.to_thread(encode) if len(prompt) > _LONG else encode()
 
-    def _need(self, adapter: str | None, num_tokens: Sequence[int]) -> Need:
-        page_size = self.engines[0].config.page_size
+    def _need(self, adapter: object, num_sequences: int, num_pages: int) -> Need:
         return Need(
-            num_sequences=len(num_tokens),
-            num_kv_pages=sum(-(-(num + 1) // page_size) for num in num_tokens),
+            num_sequences=num_sequences,
+            num_kv_pages=num_pages,
             adapter=adapter if isinstance(adapter, str) else None,
         )
 
-    def _need_of(self, state: RequestState) -> Need:
-        num_prompt = len(state.prompt_token_ids)
-        num_tokens = [num_prompt + len(one.token_ids) for one in state.samples]
-        return self._need(state.adapter, num_tokens)
+    def _num_pages(self, num_tokens: int) -> int:
+        """Return the KV pages of a sequence's tokens and the next one."""
+        return -(-(num_tokens + 1) // self.engines[0].config.page_size)
 
     async def _loaded(
         self, name: str, source: AdapterSource, options: Mapping[str, Any]
@@ -353,8 +356,3 @@ def _made(
                 job.result().close()
         raise errors[0]
     return tuple(job.result() for job in jobs)
-
-
-def _length(prompt: object) -> int:
-    """Return the tokens of a prompt, if it is one: else its engine refuses it."""
-    return len(prompt) if isinstance(prompt, Sized) else 0

@@ -276,14 +276,12 @@ class Members:
         """Return who lacks what another engine has; they are moving from then on."""
         with self._lock:
             loads, requests = self._view(progress)
-            moves = relief(self.placement, loads, requests)
-            return [self._begin_move(move) for move in moves]
+            return self._begun(relief(self.placement, loads, requests))
 
     def gathered(self, progress: Progress) -> list[Moving]:
         """Return who should move for the placement's reasons; they do from then on."""
         with self._lock:
-            moves = self.placement.gathered(*self._view(progress))
-            return [self._begin_move(move) for move in moves]
+            return self._begun(self.placement.gathered(*self._view(progress)))
 
     # With the lock.
 
@@ -312,11 +310,15 @@ class Members:
         is_known = ticket.version == self._versions[adapter]
         return is_wanted and is_known and not self._frozen[adapter]
 
-    def _begin_move(self, move: Move) -> Moving:
-        ticket = self._members[move.source].tickets[move.name]
-        ticket.moving = moving = Future()
-        moving.set_running_or_notify_cancel()  # whoever awaits it may leave
-        return ticket, move.target, moving
+    def _begun(self, moves: Sequence[Move]) -> list[Moving]:
+        # All are found before one is marked: a placement of the user's may err.
+        tickets = [self._members[move.source].tickets[move.name] for move in moves]
+        found: list[Moving] = []
+        for move, ticket in zip(moves, tickets, strict=True):
+            ticket.moving = moving = Future()
+            moving.set_running_or_notify_cancel()  # whoever awaits it may leave
+            found.append((ticket, move.target, moving))
+        return found
 
     def _place_of(self, ticket: Ticket) -> int:
         """Return who takes a request: by the placement, or the shortest queue."""

@@ -100,7 +100,7 @@ class Mover:
 
     async def _wait(self) -> None:
         """Wait for a moment, and where nobody is under way until somebody comes."""
-        self._is_idle = True
+        self._is_idle = True  # first: who comes from here on wakes it
         timeout_s = _LOOK_S if len(self._members) else None
         self._is_idle = timeout_s is None
         if not self._is_closing:

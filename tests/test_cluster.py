@@ -200,6 +200,7 @@ def test_one_of_two_samples_may_have_ended(restless, placement, alone):
     assert restless.stats().num_moves > num_moves + 8
 
 
+@pytest.mark.slow
 def test_many_come_go_and_move(restless, placement, alone):
     rng = random.Random(0)
     adapters = (None, *"abcdefg")
@@ -457,6 +458,7 @@ def test_an_id_is_one_requests_alone(restless, placement):
         (("hi", 3), "adapters must be one for all"),
         (("hi", None, "greedy"), "sampling must be one for all"),
         (([1] * 96,), "leaves no room for a new one"),
+        (("hi", None, pj.SamplingParams(n=10**9)), "n must be at most"),
     ],
 )
 def test_bad_requests_fail_as_at_an_engine(restless, placement, request_, message):
@@ -524,6 +526,7 @@ def test_whoever_leaves_amid_a_move_harms_nobody(
     assert run(main()) == alone("hi", "a", LONG)
 
 
+@pytest.mark.slow
 def test_a_full_queue_ends_nothing_that_was_let_in(root, alone):
     cluster = make_cluster(root, placement=Restless(), max_waiting=1)
     cluster._members.placement.wanted = None
@@ -586,6 +589,7 @@ def test_an_event_loop_that_is_gone(
     assert ask(restless, "hi", None, GREEDY, request_id="it")
 
 
+@pytest.mark.slow
 def test_two_event_loops_and_all_that_can_happen(restless, placement, alone, root):
     placement.wanted = None
     want = {name: alone("hi", name, LONG) for name in (None, "a", "e", "f")}

@@ -288,6 +288,20 @@ def test_what_was_taken_out_and_is_never_read_is_forgotten():
     assert not len(members)
 
 
+def test_a_placement_that_names_nobody_moves_nobody():
+    class Wrong(pj.Consolidate):
+        def gathered(self, loads, requests):
+            [name] = requests[1]
+            return [pj.Move(name, 1, 0), pj.Move("nobody", 1, 0)]
+
+    members, _ = make_members(placement=Wrong())
+    one = enter(members, "1")
+    members.move(one, 1)
+    with pytest.raises(KeyError, match="nobody"):
+        members.gathered({0: {}, 1: progress(one)})
+    assert one.moving is None
+
+
 def test_what_could_not_be_taken_out_stays():
     members, _ = make_members()
     one = enter(members, "1")

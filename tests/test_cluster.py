@@ -458,7 +458,10 @@ def test_an_id_is_one_requests_alone(restless, placement):
         (("hi", 3), "adapters must be one for all"),
         (("hi", None, "greedy"), "sampling must be one for all"),
         (([1] * 96,), "leaves no room for a new one"),
-        (("hi", None, pj.SamplingParams(n=10**9)), "n must be at most"),
+        (
+            ("hi", None, pj.SamplingParams(n=10**9, temperature=1.0)),
+            "n must be at most",
+        ),
     ],
 )
 def test_bad_requests_fail_as_at_an_engine(restless, placement, request_, message):

@@ -481,6 +481,7 @@ def test_leaving_the_iterator_frees_all(restless, placement):
     run(main())
 
 
+@pytest.mark.slow
 def test_a_deadline_is_of_all_engines_together(restless, placement, alone):
     placement.wanted = None
     long = dataclasses.replace(LONG, max_new_tokens=90)
@@ -498,6 +499,7 @@ def test_a_deadline_is_of_all_engines_together(restless, placement, alone):
     assert restless.stats().num_moves > num_moves + 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("who", ["reader", "exporter"])
 def test_whoever_leaves_amid_a_move_harms_nobody(
     restless, placement, alone, who, slowly

@@ -24,13 +24,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tokenizers
 from flax import nnx
 
 import punica_jax as pj
 from benchmarks.decode import add_model_options
 from benchmarks.provenance import Log
 from benchmarks.serving_adapters import RANK, write_adapters
+from benchmarks.serving_model import word_tokenizer
 from punica_jax.bench_model import PAGE_SIZE, SHAPES, make_config
 from punica_jax.models import Llama, save_model
 
@@ -44,9 +44,8 @@ def write_files(folder: Path, args: argparse.Namespace) -> None:
         config = replace(config, num_layers=args.layers)
     dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
     save_model(Llama(config, dtype=dtype, rngs=nnx.Rngs(0)), folder / "model")
-    words = {f"{number} ": number for number in range(config.vocab_size)}
-    model = tokenizers.models.WordLevel(words, "0 ")
-    tokenizers.Tokenizer(model).save(str(folder / "model" / "tokenizer.json"))
+    tokenizer = word_tokenizer(config.vocab_size)
+    tokenizer.save(str(folder / "model" / "tokenizer.json"))
     write_adapters(folder / "adapters", config, dtype, args.seats)
 
 

@@ -237,9 +237,8 @@ def _first_tokens(row: Record, kind: str) -> list[str]:
 
 
 def clusters(results: Path) -> str:
-    """Engines on several devices, and what a request that moves waits for."""
+    """Engines on several devices."""
     rows = last_of(load(results, "cluster_scaling"), "shape", "layers", "engines")
-    moves = last_of(load(results, "cluster_move"), "shape", "layers")
     columns = ["model", "engines", "requests", "decode step", "tokens/s"]
     lines = [
         (
@@ -258,9 +257,14 @@ def clusters(results: Path) -> str:
         "Engines on several devices in one process, all seats taken, each request "
         "under an adapter of its own; milliseconds of a step of each"
     )
-    columns_of_moves = ["model", "requests", "tokens of each", "median", "slowest"]
-    columns_of_moves.append("between tokens else")
-    lines_of_moves = [
+    return by_record(title, columns, lines)
+
+
+def moves(results: Path) -> str:
+    """What a request that moves between engines waits for."""
+    columns = ["model", "requests", "tokens of each", "median", "slowest"]
+    columns.append("between tokens else")
+    lines = [
         (
             row,
             [
@@ -269,20 +273,13 @@ def clusters(results: Path) -> str:
                 _number(row["usual_ms"], 1),
             ],
         )
-        for row in moves
+        for row in last_of(load(results, "cluster_move"), "shape", "layers")
     ]
-    title_of_moves = (
+    title = (
         "All requests of one engine at once go on at another, computed again there: "
         "milliseconds that their callers wait for the next piece"
     )
-    return "\n\n".join(
-        (
-            by_record(title, columns, lines),
-            by_record(title_of_moves, columns_of_moves, lines_of_moves),
-        )
-        if rows
-        else ()
-    )
+    return by_record(title, columns, lines)
 
 
 def scheduling(results: Path) -> str:
@@ -339,5 +336,5 @@ def goals(results: Path) -> str:
 def measured(results: Path = RESULTS) -> str:
     """Return the whole section of what was measured."""
     parts: list[Callable[[Path], str]]
-    parts = [trace, batch, cold, copy, churn, clusters, scheduling, goals]
+    parts = [trace, batch, cold, copy, churn, clusters, moves, scheduling, goals]
     return "\n\n".join(text for part in parts if (text := part(results)))

@@ -207,7 +207,7 @@ class Server:
         self._are_loaded = adapters is None
         self._runner = bench.runner
         self._prompts = Prompts(
-            _tokenizer(bench.config.vocab_size),
+            Tokenizer(word_tokenizer(bench.config.vocab_size)),
             residence.__getitem__,
             bench.config.vocab_size,
             sizes.max_model_len,
@@ -293,8 +293,7 @@ class Server:
             await asyncio.gather(*clients, return_exceptions=True)
 
 
-def _tokenizer(vocab_size: int) -> Tokenizer:
+def word_tokenizer(vocab_size: int) -> tokenizers.Tokenizer:
     """Every token is a word of its own."""
     words = {f"{number} ": number for number in range(vocab_size)}
-    model = tokenizers.models.WordLevel(words, "0 ")
-    return Tokenizer(tokenizers.Tokenizer(model))
+    return tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "0 "))

@@ -25,7 +25,7 @@ from punica_jax.engine import Engine
 from punica_jax.engine_config import EngineConfig, checked_config
 from punica_jax.engine_request import EngineClosedError, request_name
 from punica_jax.jax_options import options_of_this_thread
-from punica_jax.journey import Host, Start, journey, resumed
+from punica_jax.journey import Start, journey, resumed
 from punica_jax.members import Members
 from punica_jax.memory import host_adapter_bytes
 from punica_jax.mover import Mover
@@ -119,7 +119,9 @@ class Cluster:
         length = len(prompt) if isinstance(prompt, Sized) else 0  # it is refused
         need = self._need(adapter, num, num * self._num_pages(length))
 
-        def start(engine: Host, here: str, left: Terms) -> AsyncGenerator[Piece, None]:
+        def start(
+            engine: Engine, here: str, left: Terms
+        ) -> AsyncGenerator[Piece, None]:
             return engine.generate(
                 prompt, adapter, sampling, terms=left, request_id=here
             )

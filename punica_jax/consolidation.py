@@ -157,8 +157,11 @@ class Consolidate:
 
         Nothing, if not all of it can move.
         """
-        busy = [place for place, load in enumerate(loads) if load.num_sequences]
-        busy = [place for place in busy if loads[place].is_open]
+        busy = [
+            place
+            for place, load in enumerate(loads)
+            if load.is_open and load.num_sequences
+        ]
         if len(busy) < 2:
             return []
         # Of equals the last is emptied: the first ones are where requests come to.
@@ -227,7 +230,7 @@ def relief(
     after, moves, num_vain = list(loads), [], 0
     for source, own in enumerate(requests):
         for name, need in own.items():
-            if num_vain == _MOST_VAIN or not _has_seats(after, source):
+            if num_vain == _MOST_VAIN or not has_seats_beside(after, source):
                 break
             left = after[source].without(need)
             if loads[source].is_open and (need.is_seated or left.has_room(need)):
@@ -243,7 +246,7 @@ def relief(
     return moves
 
 
-def _has_seats(loads: Sequence[Load], source: int) -> bool:
+def has_seats_beside(loads: Sequence[Load], source: int) -> bool:
     """Tell whether another engine could take any request."""
     return any(
         load.is_open and load.num_sequences < load.max_seats

@@ -6,29 +6,18 @@ Knows what has come of it, and that it may be taken out amid it; nothing of why.
 import contextlib
 import dataclasses
 from collections.abc import AsyncGenerator, Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from punica_jax.engine_request import EngineClosedError
 from punica_jax.members import Members
-from punica_jax.request import DeadlineError, SamplingParams, Terms
+from punica_jax.request import DeadlineError, Terms
 from punica_jax.request_state import RequestState
-from punica_jax.sequence import DEFAULT_TERMS
 from punica_jax.stream import Piece
 from punica_jax.tickets import Ticket
 
 
 class Host(Protocol):
     """What is asked of an engine here; see `Engine`."""
-
-    def generate(
-        self,
-        prompt: str | Sequence[int],
-        adapter: str | None = None,
-        sampling: SamplingParams | None = None,
-        *,
-        terms: Terms = DEFAULT_TERMS,
-        request_id: str | None = None,
-    ) -> AsyncGenerator[Piece, None]: ...
 
     def resume(
         self, state: RequestState, *, request_id: str | None = None
@@ -37,7 +26,7 @@ class Host(Protocol):
     def cancel(self, request_id: str) -> None: ...
 
 
-Start = Callable[[Host, str, Terms], AsyncGenerator[Piece, None]]
+Start = Callable[[Any, str, Terms], AsyncGenerator[Piece, None]]
 """Asks an engine for a request, by an id and with terms; returns its pieces there."""
 
 

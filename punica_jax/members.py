@@ -18,6 +18,7 @@ from punica_jax.consolidation import (
     Move,
     Need,
     Placement,
+    has_seats_beside,
     least_queue,
     relief,
 )
@@ -232,12 +233,8 @@ class Members:
                 for member in self._members
             ]
         return any(
-            wanting
-            and load.is_open
-            and load.num_sequences < load.max_seats
-            and place != source
+            wanting and has_seats_beside(loads, source)
             for source, wanting in enumerate(wants)
-            for place, load in enumerate(loads)
         )
 
     def note_progress(self, progress: Progress) -> list[tuple[int, str]]:

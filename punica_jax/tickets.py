@@ -3,7 +3,6 @@
 Plain numbers and names; whoever changes them holds their members' lock.
 """
 
-import collections
 import dataclasses
 import time
 from concurrent.futures import Future
@@ -95,8 +94,14 @@ class Member:
         self.engine = engine
         self.tickets: dict[str, Ticket] = {}
         self.is_open = True
-        self._num_sequences = self._num_pages = 0
-        self._adapters: collections.Counter[str] = collections.Counter()
+        config = engine.config
+        self._given = Load(
+            num_sequences=0,
+            max_seats=config.max_seats,
+            num_open_pages=0,
+            adapters={},
+            num_slots=config.num_slots,
+        )
 
     @property
     def has_ended(self) -> bool:
@@ -104,30 +109,23 @@ class Member:
 
     def add(self, ticket: Ticket) -> None:
         self.tickets[ticket.at[1]] = ticket
-        self._count(ticket.need, 1)
+        self._given = self._given.with_one(_promised(ticket.need))
 
     def remove(self, ticket: Ticket) -> None:
         """Forget a request, if it is there."""
         if self.tickets.pop(ticket.at[1], None) is not None:
-            self._count(ticket.need, -1)
-
-    def _count(self, need: Need, by: int) -> None:
-        self._num_sequences += by * need.num_sequences
-        if not need.is_seated:
-            self._num_pages += by * need.num_kv_pages
-        if need.adapter is not None:
-            self._adapters[need.adapter] += by
-            if not self._adapters[need.adapter]:
-                del self._adapters[need.adapter]
+            self._given = self._given.without(_promised(ticket.need))
 
     @property
     def load(self) -> Load:
-        config, gauges = self.engine.config, self.engine.gauges
-        return Load(
-            num_sequences=self._num_sequences,
-            max_seats=config.max_seats,
-            num_open_pages=gauges.num_open_kv_pages - self._num_pages,
-            adapters=dict(self._adapters),
-            num_slots=config.num_slots,
+        gauges = self.engine.gauges
+        return dataclasses.replace(
+            self._given,
+            num_open_pages=gauges.num_open_kv_pages + self._given.num_open_pages,
             is_open=self.is_open and not gauges.has_ended,
         )
+
+
+def _promised(need: Need) -> Need:
+    """Return a need without the pages that its engine counts itself: of who sits."""
+    return dataclasses.replace(need, num_kv_pages=0) if need.is_seated else need

@@ -131,9 +131,9 @@ def test_parts_without_records_are_absent(results):
 
 
 def test_clusters(results):
-    assert readme_serving.clusters(results) == ""
+    assert readme_serving.clusters(results) == readme_serving.moves(results) == ""
     write(results, made.cluster_records())
-    scaling, moves = readme_serving.clusters(results).split("\n\nAll requests")
+    scaling, moves = readme_serving.clusters(results), readme_serving.moves(results)
     assert lines_of(scaling) == [
         "| model | engines | requests | decode step | tokens/s |",
         "| 7B | 1 | 32 | 5.40 | 5900 |",
